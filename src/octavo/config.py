@@ -1,0 +1,220 @@
+"""Settings: frozen, checked once, refusing what they do not know.
+
+Every field's docstring is the help text that the command line shows (see `field_docs`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from dataclasses import dataclass, field, fields
+
+from .errors import ConfigError
+
+
+def _require(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise ConfigError(name, value, wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = 16
+    """Tokens per KV block. A power of two, so kernels can mask instead of divide."""
+
+    num_kv_blocks: int | None = None
+    """Blocks in the KV pool. Default: as many as kv_cache_memory holds."""
+
+    kv_cache_memory: int | None = None
+    """Bytes for the KV pool (sizes like 512m or 2g on the command line). Default: the larger of
+    one request of max_model_len tokens and a quarter of RAM; pages become resident on first use."""
+
+    enable_prefix_caching: bool = True
+    """Keep computed prefixes in a radix tree and reuse them for later requests."""
+
+    kv_cache_dtype: str = "auto"
+    """Element type of cached K and V: auto (that of the backend), bfloat16 or float32."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.block_size >= 1 and not self.block_size & (self.block_size - 1),
+            "block_size",
+            self.block_size,
+            "a power of two",
+        )
+        _require(
+            self.num_kv_blocks is None or self.num_kv_blocks >= 1,
+            "num_kv_blocks",
+            self.num_kv_blocks,
+            "at least 1",
+        )
+        _require(
+            self.kv_cache_memory is None or self.kv_cache_memory >= 1,
+            "kv_cache_memory",
+            self.kv_cache_memory,
+            "at least 1 byte",
+        )
+        _require(
+            self.num_kv_blocks is None or self.kv_cache_memory is None,
+            "kv_cache_memory",
+            self.kv_cache_memory,
+            "unset when num_kv_blocks is set: they size the same pool",
+        )
+        dtypes = ("auto", "bfloat16", "float32")
+        _require(
+            self.kv_cache_dtype in dtypes,
+            "kv_cache_dtype",
+            self.kv_cache_dtype,
+            f"one of {', '.join(dtypes)}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs in a step, and how much of it."""
+
+    max_num_seqs: int = 64
+    """Requests that run at the same time."""
+
+    max_num_batched_tokens: int = 2048
+    """Token budget of a step, over all requests. May be smaller than max_num_seqs."""
+
+    max_num_scheduled_tokens: int | None = None
+    """A tighter budget than max_num_batched_tokens, when set."""
+
+    max_model_len: int | None = None
+    """Longest request, prompt and output together. Default: what the model was trained for."""
+
+    enable_chunked_prefill: bool = True
+    """Split prompts that do not fit in what is left of a step's budget."""
+
+    scheduling_policy: str = "fcfs"
+    """Order of the waiting queue: fcfs (first come, first served)."""
+
+    victim_policy: str = "last_arrived"
+    """Who yields its blocks when the pool is short: last_arrived."""
+
+    preemption_mode: str = "recompute"
+    """What happens to the K/V of a preempted request: recompute."""
+
+    batching_mode: str = "continuous"
+    """When requests join and leave the batch: continuous (in any step)."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("max_num_scheduled_tokens", "max_model_len"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "at least 1")
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens a step may schedule, over all requests (R7)."""
+        if self.max_num_scheduled_tokens is None:
+            return self.max_num_batched_tokens
+        return min(self.max_num_scheduled_tokens, self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendConfig:
+    """What computes, and in which number format."""
+
+    backend: str = "cpu"
+    """Which kernels compute: cpu (C++) or reference (numpy, float32, slow and obvious)."""
+
+    threads: int | None = None
+    """Threads of the cpu backend. Default: the cores this process may use."""
+
+    isa: str | None = None
+    """Instruction-set level of the cpu backend. Default: the best that the machine has."""
+
+    dtype: str = "auto"
+    """Number format of weights and activations: auto, bfloat16 or float32."""
+
+    quantization: str | None = None
+    """Quantise the weights at load. No method is available yet: leave unset."""
+
+    def __post_init__(self) -> None:
+        _require(self.backend in ("cpu", "reference"), "backend", self.backend, "cpu or reference")
+        _require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
+        dtypes = ("auto", "bfloat16", "float32")
+        _require(self.dtype in dtypes, "dtype", self.dtype, f"one of {', '.join(dtypes)}")
+        _require(
+            self.dtype != "bfloat16" or self.backend != "reference",
+            "dtype",
+            self.dtype,
+            "auto or float32 with the reference backend",
+        )
+        _require(
+            self.quantization is None,
+            "quantization",
+            self.quantization,
+            "unset: no quantisation method is available yet",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from, besides the model itself."""
+
+    model: str = "smollm2-135m"
+    """Model: a .gguf file, a folder in Hugging Face form, a hub id, or an alias."""
+
+    seed: int = 0
+    """Seed from which requests without one derive theirs, by arrival number."""
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    backend: BackendConfig = field(default_factory=BackendConfig)
+
+
+PARTS: dict[str, type] = {
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "backend": BackendConfig,
+}
+
+
+def make_config(**settings: object) -> EngineConfig:
+    """An EngineConfig from flat keyword arguments, as LLM(...) and the command line take them.
+
+    Raises ConfigError for a name that no part knows, and TypeError never.
+    """
+    top: dict[str, object] = {}
+    parts: dict[str, dict[str, object]] = {name: {} for name in PARTS}
+    for name, value in settings.items():
+        if name in ("model", "seed"):
+            top[name] = value
+            continue
+        for part, cls in PARTS.items():
+            if name in {f.name for f in fields(cls)}:
+                parts[part][name] = value
+                break
+        else:
+            raise ConfigError(name, value, f"left out: it is no setting; known: {_known()}")
+    built = {part: PARTS[part](**values) for part, values in parts.items()}
+    return EngineConfig(**top, **built)  # type: ignore[arg-type]
+
+
+def _known() -> str:
+    names = ["model", "seed", *(name for cls in PARTS.values() for name in field_docs(cls))]
+    return ", ".join(names)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a config class, by field name, on one line each."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for statement, after in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            docs[statement.target.id] = " ".join(str(after.value.value).split())
+    return docs

@@ -1,0 +1,174 @@
+"""The op table: everything a model may compute with, as one Protocol that each backend fills.
+
+Dimensions, here and in every docstring below this layer:
+  T  tokens scheduled this step, over all requests      B  requests scheduled this step
+  S  sampled rows                                       H  hidden_size
+  NH, KH, D  num_heads, num_kv_heads, head_dim          I  intermediate_size
+  N, K  out_features and in_features of a linear layer  V  vocab_size
+
+Every op writes into the `out` that it is given and allocates nothing; models take memory from the
+step's arena only. Activations are `Kernels.dtype`, the residual stream is float32. An op that
+reads activations takes `Kernels.dtype` or float32; `out` may be either, too: its dtype decides.
+Index arrays are int32. The last axis of every array is contiguous; other axes may be strided
+(q, k, v are views into one qkv array).
+
+Law for every backend: a row of any output depends on that row's own inputs only, to the bit:
+not on T or B, on the row's place, on chunk borders, on the block ids or on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import ConfigError
+
+Array = np.ndarray[Any, Any]
+
+
+class Linear(Protocol):
+    """A weight matrix [N, K], packed for its backend; opaque to models."""
+
+    out_features: int
+    in_features: int
+    nbytes: int
+
+
+class KVCache(Protocol):
+    """The pool, logically [num_layers, 2, num_blocks, block_size, KH, D], laid out as the
+    backend likes."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    nbytes: int
+
+    def read_block(self, layer: int, block_id: int) -> tuple[Array, Array]:
+        """K and V of one block in the logical shape [block_size, KH, D], as a float32 copy."""
+        ...
+
+    def fill_block(self, block_id: int, value: float) -> None:
+        """Overwrite K and V of one block in all layers (tests poison freed blocks with NaN)."""
+        ...
+
+
+class Arena(Protocol):
+    """Scratch memory of one step: bump allocation, all given back by reset()."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Uninitialised array, aligned to 64 bytes, valid until reset()."""
+        ...
+
+    def reset(self) -> None:
+        """Start over; memory is kept for the next step."""
+        ...
+
+
+class Kernels(Protocol):
+    """One backend."""
+
+    name: str
+    dtype: Any
+    """numpy dtype of activations (ml_dtypes.bfloat16 or float32)."""
+
+    def describe(self) -> dict[str, str]:
+        """What runs, for the start-up report: isa level, threads, dtype."""
+        ...
+
+    def make_arena(self) -> Arena: ...
+
+    def pack_linear(self, weight: Array) -> Linear:
+        """Pack a float32 [N, K] weight once, at load."""
+        ...
+
+    def pack_vector(self, weight: Array) -> Array:
+        """Bring a norm weight [H] into the form that the norms read."""
+        ...
+
+    def allocate_kv_cache(
+        self, *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> KVCache:
+        """Reserve the pool once; pages become resident on first use only."""
+        ...
+
+    def kv_bytes_per_token(self, *, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of the pool that one token takes, over all layers."""
+        ...
+
+    def embedding(self, input_ids: Array, weight: Linear, out: Array) -> None:
+        """out[T, H] float32 = rows input_ids[T] of weight [V, H] (R36)."""
+        ...
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+        """out[T, H] = x * rsqrt(mean(x^2) + eps) * weight; scale only, no shift (R37)."""
+        ...
+
+    def fused_add_rms_norm(
+        self, x: Array, residual: Array, weight: Array, eps: float, out: Array
+    ) -> None:
+        """residual[T, H] += x[T, H] in place, then out = rms_norm(residual) (R55, R56)."""
+        ...
+
+    def linear(self, x: Array, weight: Linear, out: Array) -> None:
+        """out[T, N] = x[T, K] @ weight[N, K]^T; one accumulation chain over K per element."""
+        ...
+
+    def rotary_embedding(
+        self, positions: Array, query: Array, key: Array, cos_sin_cache: Array
+    ) -> None:
+        """Rotate query [T, NH, D] and key [T, KH, D] in place, halves against halves (R39).
+
+        cos_sin_cache [max_position, rotary_dim] float32: first half cosines, second half sines.
+        """
+        ...
+
+    def reshape_and_cache(
+        self, key: Array, value: Array, kv_cache: KVCache, layer: int, slot_mapping: Array
+    ) -> None:
+        """Scatter key, value [T, KH, D] into slots slot_mapping[T] of one layer (R25, R38)."""
+        ...
+
+    def paged_attention(
+        self,
+        query: Array,
+        kv_cache: KVCache,
+        layer: int,
+        block_table: Array,
+        query_start_loc: Array,
+        seq_lens: Array,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """Causal attention of query [T, NH, D] over paged K/V; prefill and decode alike (R49).
+
+        Request b owns rows query_start_loc[b] : query_start_loc[b + 1] [B + 1]; its last row
+        attends to seq_lens[b] keys, the row before to one fewer, and so on. block_table is
+        [B, max_num_blocks], -1 past the end. out [T, NH * D]. Online softmax over tiles of keys
+        fixed relative to position 0 (FlashAttention; Flash-Decoding merges splits in order).
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: Array, out: Array) -> None:
+        """out[T, I] = silu(gate_up[:, :I]) * gate_up[:, I:] (R58)."""
+        ...
+
+    def gather_rows(self, x: Array, indices: Array, out: Array) -> None:
+        """out[S, H] = x[indices[S]]; taken before the LM head (R61)."""
+        ...
+
+
+BACKENDS = {"reference": ".reference", "cpu": ".cpu"}
+
+
+def load_backend(
+    name: str, *, threads: int | None = None, isa: str | None = None, dtype: str = "auto"
+) -> Kernels:
+    """Import one backend and make its op table; nothing else is imported. Raises ConfigError."""
+    if name not in BACKENDS:
+        raise ConfigError("backend", name, f"one of {', '.join(sorted(BACKENDS))}")
+    module = import_module(BACKENDS[name], __package__)
+    make_kernels: Callable[..., Kernels] = module.make_kernels
+    return make_kernels(threads=threads, isa=isa, dtype=dtype)

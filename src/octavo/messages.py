@@ -1,0 +1,110 @@
+"""What crosses the line between the scheduler (core) and the executor (worker): small, frozen.
+
+A step's plan carries only what changed. The worker keeps, per row, the tokens it knows and a
+persistent block-table row; a row is (re)initialised by a NewRequest in `starts`, appended to by
+`new_block_ids`, and stays until another NewRequest takes it over. NamedTuples, since a frozen
+dataclass costs a microsecond to build and these are on the hot path.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .sampling_params import SamplingParams
+
+
+class NewRequest(NamedTuple):
+    """A request starts, or resumes after a preemption, in `row`; whatever was there is gone."""
+
+    row: int
+    """Row of the worker's persistent state, 0 <= row < max_num_seqs."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    """Every token known now: the prompt, then what was generated before a preemption."""
+
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    """Resolved 64-bit seed (0 <= seed < 2**64): noise is a hash of (seed, position, token id)."""
+
+    eos_token_ids: tuple[int, ...]
+    """The model's end-of-sequence ids (masked by the sampler before min_tokens)."""
+
+
+class ScheduledRequest(NamedTuple):
+    """One request's part of a step: positions [num_computed_tokens, + num_new_tokens)."""
+
+    row: int
+    num_computed_tokens: int
+    num_new_tokens: int
+    samples: bool
+    """Whether the last of these positions is the newest known token, so that one is sampled."""
+
+    new_block_ids: tuple[int, ...] = ()
+    """Appended to the row's block table; most decode steps need none. At a start: all blocks."""
+
+
+class SchedulerOutput(NamedTuple):
+    """A step's plan."""
+
+    step: int
+    starts: tuple[NewRequest, ...]
+    scheduled: tuple[ScheduledRequest, ...]
+    num_scheduled_tokens: int
+
+
+class TokenLogprobs(NamedTuple):
+    """Raw log probabilities at one sampled position (R67): before penalties and temperature."""
+
+    logprob: float
+    """Of the sampled token; the same bits as its entry in `top`, when it is there."""
+
+    rank: int
+    """1 = the most likely."""
+
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob) of the most likely tokens, best first; ties by id ascending."""
+
+
+class SampledToken(NamedTuple):
+    """What one sampled row produced."""
+
+    row: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class RowFault(NamedTuple):
+    """A row that failed (say, its logits were not numbers); it ends alone, the rest go on."""
+
+    row: int
+    message: str
+
+
+class StepResult(NamedTuple):
+    """What a step computed: one SampledToken or RowFault for each scheduled row that samples,
+    in the order of the plan; a RowFault may also name a row that samples nothing."""
+
+    step: int
+    sampled: tuple[SampledToken, ...]
+    faults: tuple[RowFault, ...] = ()
+
+
+class TokenEvent(NamedTuple):
+    """What the scheduler tells the engine about one request after a step."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    """New tokens, a final end-of-sequence or stop id included."""
+
+    logprobs: tuple[TokenLogprobs, ...]
+    """One for each new token if asked for, else empty."""
+
+    finish_reason: str | None = None
+    """None while it runs; stop, length, abort or error."""
+
+    stop_reason: int | None = None
+    """The stop token id that ended it; None for the model's own end-of-sequence ids."""
+
+    error: str | None = None

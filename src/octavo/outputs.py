@@ -1,0 +1,91 @@
+"""What callers get: one event stream per request, and the fold of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log probability, with enough to rebuild the text (C46)."""
+
+    token_id: int
+    token: str
+    """Text of this token alone; U+FFFD where it holds part of a character."""
+    token_bytes: bytes
+    """Its exact bytes; concatenated over a text they give the text's UTF-8."""
+    logprob: float
+    rank: int = 0
+    top: tuple[Logprob, ...] = ()
+    """Alternatives, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """A piece of one answer. Joined over a stream, the pieces are the whole answer, exactly.
+
+    `text` may be empty (part of a character, or text held back while it may become a stop
+    string). The entries of token_ids and logprobs are those whose text is in this event.
+    """
+
+    request_id: int
+    index: int
+    """Which of the n answers."""
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprob, ...] = ()
+    """One for each of token_ids, if asked for."""
+    finish_reason: str | None = None
+    """stop, length, abort or error, in the last event of each index."""
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_generated_tokens: int = 0
+    """Tokens generated so far for this index, those not shown (a stop id) included."""
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_generated_tokens: int = 0
+
+    def add(self, event: StreamEvent) -> None:
+        """Fold one event of the stream into this answer."""
+        self.text += event.text
+        self.token_ids.extend(event.token_ids)
+        if event.logprobs:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs.extend(event.logprobs)
+            total = (self.cumulative_logprob or 0.0) + sum(x.logprob for x in event.logprobs)
+            self.cumulative_logprob = total
+        self.finish_reason = event.finish_reason or self.finish_reason
+        self.stop_reason = self.stop_reason if event.stop_reason is None else event.stop_reason
+        self.num_generated_tokens = event.num_generated_tokens
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A whole answer: the fold of its stream."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    seed: int = 0
+    """The seed used: the request's own, or what the engine derived."""
+
+    def add(self, event: StreamEvent) -> None:
+        """Fold one event of the stream into this output."""
+        self.outputs[event.index].add(event)
+        if event.index == 0:
+            self.num_cached_tokens = event.num_cached_tokens

@@ -1,0 +1,97 @@
+"""A request as the scheduler sees it: tokens, blocks and a status; no text, no arrays."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Life cycle (R92): WAITING -> RUNNING -> FINISHED, and RUNNING -> PREEMPTED -> RUNNING.
+
+    Prefill and decode are no states: they are how far computed tokens are behind known ones.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class Request:
+    """Mutable; owned by the scheduler from `add` until it finishes."""
+
+    __slots__ = (
+        "arrival_time",
+        "block_ids",
+        "cache_scope",
+        "eos_token_ids",
+        "finish_reason",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "params",
+        "priority",
+        "request_id",
+        "row",
+        "seed",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        cache_scope: str = "",
+    ) -> None:
+        self.request_id = request_id
+        """Unique, in order of arrival: also the tie-break of every order."""
+        self.token_ids = list(prompt_token_ids)
+        """Prompt, then generated."""
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.params = params
+        self.max_tokens = max_tokens
+        """Resolved: params.max_tokens, or what the limits leave."""
+        self.seed = seed
+        self.eos_token_ids = eos_token_ids
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.cache_scope = cache_scope
+        """Part of the prefix cache's key: no hits across scopes."""
+
+        self.status = Status.WAITING
+        self.num_computed_tokens = 0
+        """Tokens whose K/V exist, prefix hits included (R4)."""
+        self.num_cached_tokens = 0
+        """Of these, found in the prefix cache at the first admission (never own recomputes)."""
+        self.num_preemptions = 0
+        self.block_ids: list[int] = []
+        self.row: int | None = None
+        self.finish_reason: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and generated."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.status.value}, "
+            f"computed {self.num_computed_tokens} of {self.num_tokens}, "
+            f"{len(self.block_ids)} blocks)"
+        )

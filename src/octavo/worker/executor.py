@@ -1,0 +1,33 @@
+"""The line between who decides and who computes: all that the engine knows of the worker."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ..messages import SchedulerOutput, StepResult
+
+
+class Executor(Protocol):
+    """Computes the steps that a scheduler plans."""
+
+    num_kv_blocks: int
+    """Blocks in the KV pool."""
+    max_model_len: int
+    """Longest request in tokens, prompt and output together."""
+    vocab_size: int
+
+    def submit(self, plan: SchedulerOutput) -> Any:
+        """Start a step; on the CPU it computes at once. Returns a handle for collect()."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a submitted step; steps are collected in the order of submission."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """For the start-up report: backend, dtype, memory of weights and KV pool, ..."""
+        ...
+
+    def close(self) -> None:
+        """Give back memory and threads."""
+        ...
