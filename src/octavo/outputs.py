@@ -55,6 +55,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
+    """What went wrong, when finish_reason is error."""
     num_generated_tokens: int = 0
 
     def add(self, event: StreamEvent) -> None:
@@ -69,6 +71,7 @@ class CompletionOutput:
             self.cumulative_logprob = total
         self.finish_reason = event.finish_reason or self.finish_reason
         self.stop_reason = self.stop_reason if event.stop_reason is None else event.stop_reason
+        self.error = event.error or self.error
         self.num_generated_tokens = event.num_generated_tokens
 
 

@@ -1,0 +1,257 @@
+"""The engine in a thread of its own, for asyncio: submit a prompt, iterate over its stream.
+
+The engine thread owns all state. Callers check their request on their own thread (a bad one is
+refused at once), then hand it over through a queue; events come back in one call per event loop
+and step. Without requests the thread sleeps on the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..checkpoint import GenerationDefaults
+from ..config import make_config
+from ..errors import EngineDead
+from ..outputs import StreamEvent
+from ..request import Request
+from ..sampling_params import SamplingParams
+from .build import Engine, build_engine
+from .metrics import Metrics
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger("octavo")
+
+Command = Callable[[], list[StreamEvent]]
+
+
+class AnswerStream:
+    """Events of the n answers to one prompt, as they come; ends when each has a finish_reason.
+
+    Belongs to the event loop that submitted it. Leaving it unread costs memory only until it ends;
+    call abort() when nobody will read on.
+    """
+
+    def __init__(self, engine: AsyncLLM, requests: list[Request]) -> None:
+        self.request_id = requests[0].request_id
+        self.prompt_token_ids = requests[0].token_ids[: requests[0].num_prompt_tokens]
+        self.seed = requests[0].seed
+        self.loop = asyncio.get_running_loop()
+        self._engine = engine
+        self._request_ids = [request.request_id for request in requests]
+        self._events: deque[StreamEvent] = deque()
+        self._news = asyncio.Event()
+        self._num_open = len(requests)
+
+    def __aiter__(self) -> AnswerStream:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        while not self._events:
+            if not self._num_open:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        event = self._events.popleft()
+        self._num_open -= event.finish_reason is not None
+        return event
+
+    def abort(self) -> None:
+        """End what still runs of this request; its blocks are free before the next step."""
+        self._engine.abort(self._request_ids)
+
+    def put(self, event: StreamEvent) -> None:
+        """Deliver one event; called on the stream's own loop."""
+        self._events.append(event)
+        self._news.set()
+
+
+class AsyncLLM:
+    """A loaded model and the thread that steps it. Construct it off the event loop: loading blocks.
+
+    Takes every setting of octavo.config as a keyword and refuses what it does not know.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **settings: Any) -> None:
+        self.config = make_config(model=model, **settings)
+        self._engine: Engine = build_engine(self.config)
+        self.created = int(time.time())
+        self._next_request_id = 0
+        self._lock = threading.Lock()
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._streams: dict[int, AnswerStream] = {}
+        """By request id; owned by the engine thread."""
+        self._num_open: dict[int, int] = {}
+        self._accepting = True
+        self._dead: str | None = None
+        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def model_name(self) -> str:
+        return self._engine.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest request in tokens, prompt and output together."""
+        return self._engine.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    @property
+    def generation(self) -> GenerationDefaults:
+        """The model's own defaults, which a request overrides."""
+        return self._engine.generation
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._engine.metrics
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are accepted: neither shutting down nor dead."""
+        return self._accepting and self._dead is None
+
+    def submit(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_scope: str = "",
+    ) -> AnswerStream:
+        """Queue one prompt, from a coroutine; its n answers come interleaved in one stream.
+
+        Raises RequestError for what can never run, EngineDead after a shutdown or a crash.
+        """
+        self._check_alive()
+        inputs = self._engine.inputs
+        token_ids = inputs.tokenize(prompt)
+        with self._lock:
+            request_id = self._next_request_id
+            self._next_request_id += params.n
+        requests = inputs.requests(
+            token_ids,
+            params,
+            request_id=request_id,
+            arrival_time=self._engine.core.now(),
+            priority=priority,
+            cache_scope=cache_scope,
+        )
+        stream = AnswerStream(self, requests)
+        with self._lock:
+            # Under the lock, so that no request slips in behind the engine's last look.
+            self._check_alive()
+            self._commands.put(lambda: self._add(stream, requests))
+        return stream
+
+    def abort(self, request_ids: list[int]) -> None:
+        """End requests, from any thread; those that have ended are ignored."""
+        core = self._engine.core
+        self._commands.put(
+            lambda: [
+                event
+                for request_id in request_ids
+                if (event := core.end(request_id, "abort")) is not None
+            ]
+        )
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop accepting, let running answers finish for `timeout` seconds (None: as long as they
+        take), then end the rest with an error event. Blocks; the engine can't be used afterwards.
+        """
+        with self._lock:
+            self._accepting = False
+        self._commands.put(None)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._commands.put(lambda: self._end_all("the server is shutting down"))
+            self._thread.join()
+        self._engine.core.executor.close()
+
+    def _check_crash(self) -> None:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+
+    def _check_alive(self) -> None:
+        self._check_crash()
+        if not self._accepting:
+            raise EngineDead("the engine is shutting down and takes no new requests")
+
+    # Below this line everything runs on the engine thread.
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as fault:
+            logger.exception("the engine stopped")
+            message = f"the engine stopped on an internal error ({type(fault).__name__})"
+            with self._lock:
+                self._dead = message
+            self._deliver(self._end_all(message))
+            while not self._commands.empty():
+                if (command := self._commands.get()) is not None:
+                    self._deliver(command())
+
+    def _loop(self) -> None:
+        """Take commands, step, deliver; return once told to stop and nothing is left."""
+        core = self._engine.core
+        stopping = False
+        while not stopping or core.has_unfinished():
+            wait = not core.has_unfinished()
+            while wait or not self._commands.empty():
+                command = self._commands.get()
+                wait = False
+                if command is None:
+                    stopping = True
+                else:
+                    self._deliver(command())
+            self._deliver(core.step())
+
+    def _add(self, stream: AnswerStream, requests: list[Request]) -> list[StreamEvent]:
+        self._streams[stream.request_id] = stream
+        self._num_open[stream.request_id] = len(requests)
+        try:
+            self._check_crash()
+            self._engine.core.add(requests)
+        except Exception as fault:
+            return [
+                StreamEvent(stream.request_id, index, "", (), (), "error", None, str(fault))
+                for index in range(len(requests))
+            ]
+        return []
+
+    def _end_all(self, message: str) -> list[StreamEvent]:
+        core = self._engine.core
+        events = [core.end(number, "error", message) for number in list(core.outputs.answers)]
+        return [event for event in events if event is not None]
+
+    def _deliver(self, events: list[StreamEvent]) -> None:
+        """Hand events to the loops of their streams: one wake-up per loop, not one per token."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[AnswerStream, StreamEvent]]] = {}
+        for event in events:
+            stream = self._streams[event.request_id]
+            by_loop.setdefault(stream.loop, []).append((stream, event))
+            if event.finish_reason is not None:
+                self._num_open[event.request_id] -= 1
+                if not self._num_open[event.request_id]:
+                    del self._streams[event.request_id], self._num_open[event.request_id]
+        for loop, deliveries in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, deliveries)
+            except RuntimeError:  # The loop is closed: nobody reads these streams any more.
+                for stream, _ in deliveries:
+                    stream.abort()
+
+
+def _put_all(deliveries: list[tuple[AnswerStream, StreamEvent]]) -> None:
+    for stream, event in deliveries:
+        stream.put(event)

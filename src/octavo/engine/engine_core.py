@@ -1,0 +1,105 @@
+"""The engine's loop: who runs next, compute it, tell everybody. One step on one screen."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from ..core.scheduler import Scheduler
+from ..errors import EngineDead
+from ..messages import RowFault, SchedulerOutput, StepResult
+from ..outputs import StreamEvent
+from ..request import Request
+from ..worker.executor import Executor
+from .metrics import Metrics
+from .output_processor import OutputProcessor
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger("octavo")
+
+MAX_IDLE_STEPS = 3
+"""Steps in a row that may schedule nothing while requests wait; then the engine says so."""
+
+
+class EngineCore:
+    """Scheduler, executor and text, stepped by one thread. `now` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.metrics = metrics
+        self.now = now
+        self.outputs = OutputProcessor(tokenizer, metrics, scheduler.finish, now)
+        self._num_idle_steps = 0
+        metrics.watch(scheduler.stats)
+
+    def add(self, requests: list[Request]) -> None:
+        """Queue the n requests of one prompt. Raises RequestError; then none of them is queued."""
+        added: list[int] = []
+        try:
+            for request in requests:
+                self.scheduler.add(request)
+                added.append(request.request_id)
+        except Exception:
+            for request_id in added:
+                self.scheduler.finish(request_id, "abort")
+            raise
+        self.outputs.add(requests)
+
+    def end(self, request_id: int, reason: str, error: str | None = None) -> StreamEvent | None:
+        """End a request from outside and free its blocks; None if it is not running any more."""
+        self.scheduler.finish(request_id, reason)
+        return self.outputs.end(request_id, reason, error)
+
+    def step(self) -> list[StreamEvent]:
+        """Schedule, compute, and give each request that moved its event."""
+        plan = self.scheduler.schedule()
+        if not plan.scheduled:
+            return self._idle()
+        self._num_idle_steps = 0
+        self.outputs.started(plan.starts)
+        result = self._compute(plan)
+        events = self.scheduler.update_from_output(plan, result)
+        self.metrics.stepped(plan.num_scheduled_tokens, len(result.faults))
+        return self.outputs.process(events)
+
+    def has_unfinished(self) -> bool:
+        """Whether a step has anything to do."""
+        return self.scheduler.has_unfinished()
+
+    def _compute(self, plan: SchedulerOutput) -> StepResult:
+        """Run the step; a fault of the whole step ends the requests in it, not the engine."""
+        try:
+            return self.executor.collect(self.executor.submit(plan))
+        except Exception as fault:
+            logger.exception("step %d failed", plan.step)
+            message = f"internal error in the step of this request: {type(fault).__name__}"
+            faults = tuple(RowFault(scheduled.row, message) for scheduled in plan.scheduled)
+            return StepResult(plan.step, (), faults)
+
+    def _idle(self) -> list[StreamEvent]:
+        """Nothing was scheduled: normal without requests, our own bug with them."""
+        if not self.scheduler.has_unfinished():
+            return []
+        self._num_idle_steps += 1
+        if self._num_idle_steps < MAX_IDLE_STEPS:
+            return []
+        self._num_idle_steps = 0
+        stats = self.scheduler.stats()
+        logger.error("no progress: %s; live requests: %s", stats, list(self.scheduler.requests))
+        message = "the engine makes no progress with this request; it was given up"
+        events = [
+            self.end(request_id, "error", message) for request_id in list(self.outputs.answers)
+        ]
+        if self.scheduler.has_unfinished():
+            raise EngineDead(f"the scheduler holds requests that nobody waits for: {stats}")
+        return [event for event in events if event is not None]

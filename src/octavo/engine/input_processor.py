@@ -1,0 +1,121 @@
+"""From what a caller asks to requests that a scheduler can take: every check happens here.
+
+Pure: it reads limits, never state, so callers may use it from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..checkpoint import GenerationDefaults
+from ..errors import RequestError, RequestTooLarge
+from ..request import Request
+from ..sampling_params import SamplingParams
+from .tokenizer import Tokenizer
+
+_MASK = 2**64 - 1
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """The `number`-th 64-bit seed that follows from `seed` (SplitMix64's output function)."""
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+class Limits(NamedTuple):
+    """What bounds a request, whatever else runs."""
+
+    max_model_len: int
+    vocab_size: int
+    max_output_tokens: Callable[[int], int]
+    """Scheduler.max_output_tokens: output tokens that a prompt of so many tokens leaves room for,
+    by max_model_len and by the KV pool; below 1 when the prompt itself does not fit."""
+
+
+class InputProcessor:
+    """Turns prompts and parameters into checked Requests, one for each of the n answers."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, generation: GenerationDefaults, *, seed: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.eos_token_ids = generation.eos_token_ids
+        self.seed = seed
+
+    def tokenize(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a prompt. Raises RequestError for empty prompts and ids out of range."""
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt)
+            if not token_ids:
+                raise RequestError("the prompt is empty: give at least one token", param="prompt")
+            return token_ids
+        if not prompt:
+            raise RequestError("the prompt is empty: give at least one token", param="prompt")
+        for token_id in prompt:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise RequestError(f"{token_id!r} is no token id", param="prompt")
+        self._check_ids(min(prompt), max(prompt), "prompt")
+        return list(prompt)
+
+    def requests(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: int,
+        arrival_time: float,
+        priority: int = 0,
+        cache_scope: str = "",
+    ) -> list[Request]:
+        """One Request for each of params.n answers, numbered from `request_id`.
+
+        Raises RequestError or RequestTooLarge for what can never run.
+        """
+        self._check_params(params)
+        room = self.limits.max_output_tokens(len(token_ids))
+        if room < 1:
+            needed, limit = len(token_ids) + 1, len(token_ids) + room
+            raise RequestTooLarge("prompt and one output token, in tokens", needed, limit)
+        if params.max_tokens is not None and params.max_tokens > room:
+            needed, limit = len(token_ids) + params.max_tokens, len(token_ids) + room
+            raise RequestTooLarge("prompt and max_tokens, in tokens", needed, limit)
+        seed = params.seed
+        if seed is None or seed == -1:
+            seed = derive_seed(self.seed, request_id)
+        return [
+            Request(
+                request_id + index,
+                token_ids,
+                replace(params, n=1),
+                max_tokens=room if params.max_tokens is None else params.max_tokens,
+                seed=seed if index == 0 else derive_seed(seed, index),
+                eos_token_ids=self.eos_token_ids,
+                priority=priority,
+                arrival_time=arrival_time,
+                cache_scope=cache_scope,
+            )
+            for index in range(params.n)
+        ]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Bounds that depend on the model (C38)."""
+        if params.max_tokens == 0:
+            raise RequestError("max_tokens is 0: nothing to generate", param="max_tokens")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(params, name)
+            if ids:
+                self._check_ids(min(ids), max(ids), name)
+        if params.logit_bias:
+            ids = [token_id for token_id, _ in params.logit_bias]
+            self._check_ids(min(ids), max(ids), "logit_bias")
+
+    def _check_ids(self, lowest: int, highest: int, param: str) -> None:
+        if lowest < 0 or highest >= self.limits.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            message = f"{param}: token id {wrong} is outside 0 to {self.limits.vocab_size - 1}"
+            raise RequestError(message, param=param)

@@ -1,0 +1,136 @@
+"""From token events to stream events: text, stop strings, log probabilities, times.
+
+One Answer per request of the scheduler; the n answers to one prompt are n of them. A fault in the
+text of one answer ends that answer alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from ..messages import NewRequest, TokenEvent
+from ..outputs import StreamEvent
+from ..request import Request
+from .metrics import Metrics
+from .text_stream import Piece, TextStream
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger("octavo")
+
+
+class Answer:
+    """One answer in the making: its request, its text so far, its times (seconds)."""
+
+    __slots__ = (
+        "arrival_time",
+        "first_token_time",
+        "index",
+        "last_token_time",
+        "num_generated_tokens",
+        "parent_id",
+        "request",
+        "scheduled_time",
+        "text",
+    )
+
+    def __init__(self, request: Request, parent_id: int, index: int, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.parent_id = parent_id
+        self.index = index
+        self.text = TextStream(tokenizer, request.params)
+        self.num_generated_tokens = 0
+        self.arrival_time = request.arrival_time
+        self.scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+
+
+class OutputProcessor:
+    """Owns the answers that run; `finish` tells the scheduler that a stop string ended one."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        finish: Callable[[int, str], bool],
+        now: Callable[[], float],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.finish = finish
+        self.now = now
+        self.answers: dict[int, Answer] = {}
+
+    def add(self, requests: list[Request]) -> None:
+        """Start the answers to one prompt."""
+        parent_id = requests[0].request_id
+        for index, request in enumerate(requests):
+            self.answers[request.request_id] = Answer(request, parent_id, index, self.tokenizer)
+        self.metrics.prompt_tokens.inc(requests[0].num_prompt_tokens)
+
+    def started(self, starts: Iterable[NewRequest]) -> None:
+        """Note when requests leave the queue for the first time."""
+        for start in starts:
+            answer = self.answers.get(start.request_id)
+            if answer is not None and answer.scheduled_time is None:
+                answer.scheduled_time = self.now()
+
+    def process(self, events: list[TokenEvent]) -> list[StreamEvent]:
+        """Stream events for what a step produced."""
+        now = self.now()
+        return [
+            self._process(self.answers[event.request_id], event, now)
+            for event in events
+            if event.request_id in self.answers
+        ]
+
+    def end(self, request_id: int, reason: str, error: str | None = None) -> StreamEvent | None:
+        """End an answer from outside (abort, error): its held text is flushed."""
+        answer = self.answers.get(request_id)
+        if answer is None:
+            return None
+        event = TokenEvent(request_id, (), (), reason, None, error)
+        return self._process(answer, event, self.now())
+
+    def _process(self, answer: Answer, event: TokenEvent, now: float) -> StreamEvent:
+        error = event.error
+        try:
+            piece = answer.text.push(
+                event.token_ids, event.logprobs, event.finish_reason, event.stop_reason
+            )
+        except Exception as fault:
+            # Whatever one answer's text trips over must not end its neighbours (C106).
+            logger.exception("text of request %d failed", event.request_id)
+            error = f"internal error in the text of this answer: {type(fault).__name__}"
+            piece = Piece("", (), (), "error", None)
+        answer.num_generated_tokens += len(event.token_ids)
+        self._measure(answer, len(event.token_ids), now)
+        if piece.finish_reason is not None:
+            if event.finish_reason is None:
+                self.finish(event.request_id, piece.finish_reason)
+            del self.answers[event.request_id]
+            self.metrics.finished(answer, piece.finish_reason, now)
+        return StreamEvent(
+            request_id=answer.parent_id,
+            index=answer.index,
+            text=piece.text,
+            token_ids=piece.token_ids,
+            logprobs=piece.logprobs,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            error=error,
+            num_generated_tokens=answer.num_generated_tokens,
+            num_cached_tokens=answer.request.num_cached_tokens,
+        )
+
+    def _measure(self, answer: Answer, num_new_tokens: int, now: float) -> None:
+        if not num_new_tokens:
+            return
+        if answer.first_token_time is None:
+            answer.first_token_time = now
+            self.metrics.time_to_first_token.observe(now - answer.arrival_time)
+        elif answer.last_token_time is not None:
+            self.metrics.inter_token_latency.observe(now - answer.last_token_time)
+        answer.last_token_time = now
+        self.metrics.generation_tokens.inc(num_new_tokens)
