@@ -50,6 +50,9 @@ class Settings:
     def flag(self, key: str, default: bool) -> bool:
         return bool(self._get(key, (bool,), "true or false", default))
 
+    def array(self, key: str) -> list[Any]:
+        return list(self._get(key, (list,), "a list", []))
+
     def section(self, key: str) -> Settings:
         """A nested object; an absent one is empty."""
         return Settings(self._get(key, (dict,), "an object", {}), self.path)
@@ -125,9 +128,7 @@ def _window_in_use(settings: Settings) -> bool:
     window as long as the context never closes.
     """
     if settings.has("layer_types"):
-        return settings.values["layer_types"] != ["full_attention"] * len(
-            settings.values["layer_types"]
-        )
+        return any(kind != "full_attention" for kind in settings.array("layer_types"))
     if not settings.flag("use_sliding_window", True) or not settings.has("sliding_window"):
         return False
     window = settings.integer("sliding_window")
@@ -138,6 +139,10 @@ def _rope(settings: Settings, max_positions: int) -> tuple[float, RopeScaling | 
     """rope_theta and the scaling, from rope_parameters (transformers 5) or the older keys."""
     key = "rope_parameters" if settings.has("rope_parameters") else "rope_scaling"
     section = settings.section(key)
+    if settings.has("rope_scaling") and section.values != settings.values["rope_scaling"]:
+        raise settings.refusal("rope_scaling", "rope_parameters says something else")
+    if any(isinstance(value, dict) for value in section.values.values()):
+        raise settings.refusal(key, "rotary parameters that differ by layer are not supported")
     theta = section.real("rope_theta", settings.real("rope_theta", 10000.0))
     if section.real("partial_rotary_factor", 1.0) != 1.0:
         raise section.refusal("partial_rotary_factor", "only whole heads can be rotated")
