@@ -149,16 +149,25 @@ class Scheduler:
         while (block_ids := self.kv.allocate(request, num_tokens)) is None:
             candidates = [other for other in self.running.values() if other not in busy]
             victim = self._victims.choose(candidates)
-            self._preempt(victim, request, draft)
+            draft.preempted = True
+            entry = draft.entries.pop(victim, None)
+            if entry is not None:  # it was placed in this very step (C7)
+                draft.budget += entry.num_new_tokens
+            self._preempt(victim, request)
             if victim is request:
                 return None
         return block_ids
 
-    def _preempt(self, victim: Request, needy: Request, draft: _Draft) -> None:
-        entry = draft.entries.pop(victim, None)
-        if entry is not None:  # it was placed in this very step (C7)
-            draft.budget += entry.num_new_tokens
-        draft.preempted = True
+    def preempt(self, request_id: int) -> bool:
+        """Make a running request yield its blocks between two steps; False if it doesn't run."""
+        request = self.running.get(request_id)
+        if request is None:
+            return False
+        assert not self.in_flight, "a step is in flight"
+        self._preempt(request, request)
+        return True
+
+    def _preempt(self, victim: Request, needy: Request) -> None:
         request_id, num_computed = victim.request_id, victim.num_computed_tokens
         self.event_log.record(Reason.PREEMPTED, request_id, num_computed, needy.request_id)
         self._totals.preemptions += 1
