@@ -1,0 +1,381 @@
+"""Who computes what in the next step, and what its result means for each request.
+
+There are no phases. A request has tokens that it knows and tokens that are computed (their K/V
+exist), and every step lets the second chase the first (R4, R5): prefill, chunk, decode, resume
+and recompute are one path. Running requests come first, in the order in which they were admitted,
+then waiting ones in the order of the policy (R103), within four limits: max_num_seqs, the token
+budget, max_model_len and the free blocks (R6-R9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from heapq import heappop, heappush
+
+from ..config import CacheConfig, SchedulerConfig
+from ..messages import NewRequest, ScheduledRequest, SchedulerOutput, StepResult, TokenEvent
+from ..request import Request, Status
+from .audit import audit
+from .event_log import EventLog, Reason
+from .kv_cache_manager import KVCacheManager
+from .limits import Limits
+from .policy import BATCHING_MODES, WAITING_ORDERS, by_name
+from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
+from .radix_cache import Match
+from .stats import SchedulerStats, Totals
+from .stop_rules import find_stop
+
+
+class _Draft:
+    """A step's plan while it is made."""
+
+    __slots__ = ("budget", "entries", "num_blocks_owed", "preempted", "starts")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        """Tokens left to schedule."""
+        self.entries: dict[Request, ScheduledRequest] = {}
+        self.starts: list[NewRequest] = []
+        self.num_blocks_owed = 0
+        """Blocks that prefills under way will still ask for."""
+        self.preempted = False
+
+
+class Scheduler:
+    """Owns every request from `add` until it finishes. No clock, no threads, no randomness."""
+
+    def __init__(
+        self,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        event_log: EventLog | None = None,
+    ) -> None:
+        config = scheduler_config
+        self.config = config
+        self.event_log = EventLog() if event_log is None else event_log
+        self.kv = KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=cache_config.block_size,
+            enable_prefix_caching=cache_config.enable_prefix_caching,
+            event_log=self.event_log,
+        )
+        chunked = config.enable_chunked_prefill
+        self.limits = Limits(
+            max_model_len, self.kv.capacity, None if chunked else config.token_budget
+        )
+        self.requests: dict[int, Request] = {}
+        """Live ones, by id."""
+        self.running: dict[int, Request] = {}
+        """By id, in order of admission."""
+        self.waiting = by_name("scheduling_policy", config.scheduling_policy, WAITING_ORDERS)()
+        self._victims = by_name("victim_policy", config.victim_policy, VICTIM_POLICIES)()
+        self._preemption = by_name("preemption_mode", config.preemption_mode, PREEMPTION_MODES)()
+        self._batching = by_name("batching_mode", config.batching_mode, BATCHING_MODES)()
+        self.free_rows = list(range(config.max_num_seqs))
+        """Heap: the worker's persistent rows that nobody has."""
+        self.in_flight: dict[int, tuple[Request, ...]] = {}
+        """Requests of each plan whose result has not come, by step."""
+        self.held: dict[int, Reason] = {}
+        """Why each waiting request waits, as last logged, by id."""
+        self.num_dropped: dict[int, int] = {}
+        """Tokens that each preempted request had computed, by id."""
+        self._totals = Totals()
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError for one that can never run (C1)."""
+        self.limits.admit(request)
+        assert request.request_id not in self.requests, "two live requests have one id"
+        assert request.status is Status.WAITING, "a request was added twice"
+        self.requests[request.request_id] = request
+        self.waiting.push(request)
+
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Output tokens that the limits leave to such a prompt; below 1: it can't run."""
+        return self.limits.max_output_tokens(num_prompt_tokens)
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step. Nothing is scheduled when nothing can run.
+
+        May be called again before the result of the plan before is known: requests in flight
+        then sit out, keep their blocks and are nobody's victims.
+        """
+        self._totals.steps += 1
+        step = self.event_log.step = self._totals.steps
+        busy = {request for requests in self.in_flight.values() for request in requests}
+        draft = _Draft(self.config.token_budget)
+        self._schedule_running(draft, busy)
+        if self.waiting:
+            self._admit_waiting(draft)
+        if draft.entries:
+            self.in_flight[step] = tuple(draft.entries)
+        num_tokens = self.config.token_budget - draft.budget
+        return SchedulerOutput(step, tuple(draft.starts), tuple(draft.entries.values()), num_tokens)
+
+    def _schedule_running(self, draft: _Draft, busy: Container[Request]) -> None:
+        block_size = self.kv.block_size
+        for request in tuple(self.running.values()):
+            num_tokens = len(request.token_ids)
+            num_computed = request.num_computed_tokens
+            if request in busy or request.status is not Status.RUNNING:  # a victim of this step
+                draft.num_blocks_owed += self.kv.num_blocks_owed(request)
+                continue
+            num_new = min(num_tokens - num_computed, draft.budget)
+            if num_new == 0:
+                detail = (num_tokens - num_computed, 0)
+                self.event_log.record(Reason.TOKEN_BUDGET, request.request_id, *detail)
+                return
+            end = num_computed + num_new
+            new_block_ids: tuple[int, ...] = ()
+            if end > len(request.block_ids) * block_size:
+                allocated = self._allocate_or_preempt(request, end, draft, busy)
+                if allocated is None:
+                    continue
+                new_block_ids = allocated
+            assert request.row is not None
+            draft.budget -= num_new
+            draft.entries[request] = ScheduledRequest(
+                request.row, num_computed, num_new, end == num_tokens, new_block_ids
+            )
+            if end < num_tokens:
+                draft.num_blocks_owed += self.kv.num_blocks_owed(request)
+
+    def _allocate_or_preempt(
+        self, request: Request, num_tokens: int, draft: _Draft, busy: Container[Request]
+    ) -> tuple[int, ...] | None:
+        """Blocks for a running request, others yielding theirs; None if it yields itself."""
+        while (block_ids := self.kv.allocate(request, num_tokens)) is None:
+            candidates = [other for other in self.running.values() if other not in busy]
+            victim = self._victims.choose(candidates)
+            draft.preempted = True
+            entry = draft.entries.pop(victim, None)
+            if entry is not None:  # it was placed in this very step (C7)
+                draft.budget += entry.num_new_tokens
+            self._preempt(victim, request)
+            if victim is request:
+                return None
+        return block_ids
+
+    def preempt(self, request_id: int) -> bool:
+        """Make a running request yield its blocks between two steps; False if it doesn't run."""
+        request = self.running.get(request_id)
+        if request is None:
+            return False
+        assert not self.in_flight, "a step is in flight"
+        self._preempt(request, request)
+        return True
+
+    def _preempt(self, victim: Request, needy: Request) -> None:
+        request_id, num_computed = victim.request_id, victim.num_computed_tokens
+        self.event_log.record(Reason.PREEMPTED, request_id, num_computed, needy.request_id)
+        self._totals.preemptions += 1
+        self.num_dropped[request_id] = num_computed
+        del self.running[request_id]
+        self._preemption.preempt(victim, self.kv)
+        self._free_row(victim)
+        victim.status = Status.PREEMPTED
+        victim.num_preemptions += 1
+        self.waiting.put_back(victim)
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        """Start waiting requests in order; the first that can't join ends it (R104)."""
+        num_running = len(self.running)
+        while self.waiting:
+            request = self.waiting.peek()
+            if draft.preempted:
+                return self._hold(request, Reason.PREEMPTION_STEP)
+            if not self._batching.may_join(num_running):
+                return self._hold(request, Reason.BATCHING_MODE, num_running)
+            if not self.free_rows:
+                return self._hold(request, Reason.SEQS_FULL, len(self.running))
+            if draft.budget == 0:
+                return self._hold(request, Reason.TOKEN_BUDGET, request.num_tokens, 0)
+            match = self.kv.find_prefix(request)
+            num_hit_blocks = 0 if match is None else len(match.block_ids)
+            num_wanted = request.num_tokens - num_hit_blocks * self.kv.block_size
+            num_new = self._cut_prompt(num_wanted, draft.budget)
+            if num_new == 0:
+                return self._hold(request, Reason.TOKEN_BUDGET, num_wanted, draft.budget)
+            # All that it knows must fit, not only its first chunk, beside what others will ask
+            # for: so nobody waits holding blocks (C2), nobody comes only to be sent away (C13).
+            num_missing = self.kv.num_blocks_for(request.num_tokens) - num_hit_blocks
+            num_left = self.kv.num_available - draft.num_blocks_owed
+            num_left -= 0 if match is None else match.num_evictable
+            if num_missing > num_left:
+                return self._hold(request, Reason.NO_BLOCKS, num_missing, num_left)
+            self._start(request, match, num_new, draft)
+
+    def _cut_prompt(self, num_wanted: int, budget: int) -> int:
+        """Tokens of a waiting request that join this step; 0: wait for one with more room."""
+        if num_wanted <= budget or self.config.enable_chunked_prefill:
+            return min(num_wanted, budget)
+        # Whole prompts only. But a preempted request that has outgrown every step is cut, since
+        # it would wait for ever; prompts that long are refused at the door.
+        return budget if num_wanted > self.config.token_budget else 0
+
+    def _hold(self, request: Request, reason: Reason, *detail: int) -> None:
+        """Log why a request goes on waiting, unless that is known."""
+        if self.held.get(request.request_id) is not reason:
+            self.held[request.request_id] = reason
+            self.event_log.record(reason, request.request_id, *detail)
+
+    def _start(self, request: Request, match: Match | None, num_new: int, draft: _Draft) -> None:
+        """Waiting or preempted -> running, with the whole state that the worker needs."""
+        self.waiting.remove(request)
+        self.kv.start(request, match)
+        num_hits = request.num_computed_tokens
+        end = num_hits + num_new
+        allocated = self.kv.allocate(request, end)
+        assert allocated is not None, "admission promised blocks that are not there"
+        self._count_start(request, num_hits)
+        row = request.row = heappop(self.free_rows)
+        request.status = Status.RUNNING
+        self.running[request.request_id] = request
+        token_ids = tuple(request.token_ids)
+        draft.starts.append(
+            NewRequest(
+                row,
+                request.request_id,
+                token_ids,
+                request.num_prompt_tokens,
+                request.params,
+                request.seed,
+                request.eos_token_ids,
+            )
+        )
+        draft.entries[request] = ScheduledRequest(
+            row, num_hits, num_new, end == len(token_ids), tuple(request.block_ids)
+        )
+        draft.budget -= num_new
+        draft.num_blocks_owed += self.kv.num_blocks_owed(request)
+
+    def _count_start(self, request: Request, num_hits: int) -> None:
+        request_id, num_tokens = request.request_id, request.num_tokens
+        self.held.pop(request_id, None)
+        if request.status is Status.PREEMPTED:
+            self._totals.recomputed_tokens += max(0, self.num_dropped.pop(request_id) - num_hits)
+            self.event_log.record(Reason.RESUMED, request_id, num_tokens, num_hits)
+            return
+        request.num_cached_tokens = num_hits
+        self._totals.queries_tokens += num_tokens
+        self._totals.hits_tokens += num_hits
+        self.event_log.record(Reason.ADMITTED, request_id, num_tokens, num_hits)
+        if num_hits:
+            self.event_log.record(Reason.PREFIX_HIT, request_id, num_hits)
+
+    def update_from_output(self, plan: SchedulerOutput, result: StepResult) -> list[TokenEvent]:
+        """Take in what a step computed; what it means for each request, in the plan's order.
+
+        Requests that were finished meanwhile are passed over; their blocks are freed here.
+        """
+        assert plan.step == result.step, "this is the result of another step"
+        faults = {fault.row: fault.message for fault in result.faults}
+        sampled = {token.row: token for token in result.sampled}
+        events: list[TokenEvent] = []
+        requests = self.in_flight.pop(plan.step, ())
+        for entry, request in zip(plan.scheduled, requests, strict=True):
+            if request.status is not Status.RUNNING:
+                self._free(request)
+                continue
+            request_id = request.request_id
+            if faults and entry.row in faults:
+                message = faults[entry.row]
+                self._end(request, "error", message)
+                events.append(TokenEvent(request_id, (), (), "error", None, message))
+                continue
+            request.num_computed_tokens = entry.num_computed_tokens + entry.num_new_tokens
+            if not entry.samples:
+                continue
+            _, token_id, logprobs = sampled[entry.row]
+            request.token_ids.append(token_id)
+            finish_reason, stop_reason = find_stop(request, token_id, self.limits.max_model_len)
+            if finish_reason is not None:
+                self._end(request, finish_reason)
+            elif entry.num_new_tokens > 1 or request.num_output_tokens == 1:
+                # A prefill is done, and its last row, which attends to all others, was good.
+                self.kv.publish(request)
+            events.append(
+                TokenEvent(
+                    request_id,
+                    (token_id,),
+                    () if logprobs is None else (logprobs,),
+                    finish_reason,
+                    stop_reason,
+                )
+            )
+        return events
+
+    def finish(self, request_id: int, reason: str) -> bool:
+        """End a request from outside (abort, a stop string): False if it is not live any more.
+
+        Its blocks are free at once; if a step with it is in flight, when that has come back.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, reason)
+        return True
+
+    def _end(self, request: Request, reason: str, message: str = "") -> None:
+        request_id = request.request_id
+        if reason == "error":
+            self.event_log.record(Reason.FAULT, request_id, message)
+        elif reason == "abort":
+            self.event_log.record(Reason.ABORTED, request_id, request.num_output_tokens)
+        else:
+            self.event_log.record(Reason.FINISHED, request_id, reason, request.num_output_tokens)
+        del self.requests[request_id]
+        self.held.pop(request_id, None)
+        self.num_dropped.pop(request_id, None)
+        was_running = request.status is Status.RUNNING
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        if not was_running:
+            self.waiting.remove(request)
+            return
+        del self.running[request_id]
+        if not any(request in requests for requests in self.in_flight.values()):
+            self._free(request)
+
+    def _free(self, request: Request) -> None:
+        """Give back blocks and row; what a failed request computed is not kept."""
+        self.kv.free(request, publish=request.finish_reason != "error")
+        self._free_row(request)
+
+    def _free_row(self, request: Request) -> None:
+        assert request.row is not None
+        heappush(self.free_rows, request.row)
+        request.row = None
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot, cheap enough for every step."""
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_blocks=self.kv.pool.num_blocks,
+            num_free_blocks=self.kv.pool.num_free,
+            num_cached_blocks=self.kv.cache.num_evictable,
+            num_preemptions=self._totals.preemptions,
+            prefix_queries_tokens=self._totals.queries_tokens,
+            prefix_hits_tokens=self._totals.hits_tokens,
+            recomputed_tokens=self._totals.recomputed_tokens,
+            steps=self._totals.steps,
+        )
+
+    def audit(self) -> None:
+        """Recount everything from scratch; an AssertionError is a bug of ours."""
+        audit(self)

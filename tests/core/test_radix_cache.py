@@ -1,0 +1,281 @@
+"""RadixCache: whole blocks, real tokens, pins, eviction order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from octavo.core.radix_cache import Node, RadixCache
+
+
+def tokens(text: str) -> list[int]:
+    """A token per letter."""
+    return [ord(letter) for letter in text]
+
+
+def cache_with(*texts: str, block_size: int = 2) -> RadixCache:
+    """A cache that holds the full blocks of each text, ids counted up."""
+    cache = RadixCache(block_size)
+    for text in texts:
+        known = hit(cache, text)
+        new = range(cache.num_blocks, cache.num_blocks + len(text) // block_size - len(known))
+        _, adopted = cache.insert(tokens(text), [*known, *new], pin=False)
+        assert adopted == list(new)
+        cache.check()
+    return cache
+
+
+def hit(cache: RadixCache, text: str, scope: str = "") -> tuple[int, ...]:
+    match = cache.match(tokens(text), len(text) // cache.block_size, scope)
+    return () if match is None else match.block_ids
+
+
+def test_longest_prefix_in_whole_blocks() -> None:
+    """A prompt that parts inside a block hits only the blocks before it (R114)."""
+    cache = cache_with("aabbcc", "aabbdd", "ee")
+    assert hit(cache, "aabbccxx") == (0, 1, 2)
+    assert hit(cache, "aabbdd") == (0, 1, 3)
+    assert hit(cache, "aabbd") == (0, 1)
+    assert hit(cache, "aabx") == (0,)
+    assert hit(cache, "eeaa") == (4,)
+    assert hit(cache, "xx") == ()
+    assert hit(cache, "") == ()
+
+
+def test_the_limit_of_a_match_is_kept() -> None:
+    """Callers leave a token to compute by asking for fewer blocks (C4)."""
+    cache = cache_with("aabbcc")
+    match = cache.match(tokens("aabbcc"), 2)
+    assert match is not None
+    assert match.block_ids == (0, 1)
+    assert cache.match(tokens("aabbcc"), 0) is None
+
+
+def test_scopes_never_meet() -> None:
+    """C94: the scope is part of the key, apart from the tokens."""
+    cache = RadixCache(2)
+    cache.insert(tokens("aabb"), [0, 1], "tenant", pin=False)
+    cache.insert(tokens("aabb"), [2, 3], "", pin=False)
+    assert hit(cache, "aabb", "tenant") == (0, 1)
+    assert hit(cache, "aabb") == (2, 3)
+    assert hit(cache, "aabb", "other") == ()
+    cache.check()
+    cache.evict(4)
+    cache.check()
+    assert cache.num_blocks == 0
+
+
+def test_every_hit_holds_the_very_tokens_asked_for() -> None:
+    """C95: with blocks of a tiny alphabet, thousands of random prompts hit only their own tokens.
+
+    A dict below tells which tokens each block holds; there is no hash to collide.
+    """
+    rng = random.Random(7)
+    cache = RadixCache(2)
+    written: dict[int, tuple[int, ...]] = {}
+    next_id = 0
+    for _ in range(2000):
+        prompt = [rng.randrange(3) for _ in range(rng.randrange(2, 12))]
+        num_blocks = len(prompt) // 2
+        match = cache.match(prompt, num_blocks)
+        for i, block_id in enumerate(match.block_ids if match else ()):
+            assert written[block_id] == tuple(prompt[: 2 * i + 2])
+        block_ids = list(range(next_id, next_id + num_blocks))
+        _, adopted = cache.insert(prompt, block_ids, pin=False)
+        for i, block_id in enumerate(block_ids):
+            if block_id in adopted:
+                written[block_id] = tuple(prompt[: 2 * i + 2])
+        next_id += num_blocks
+        if rng.random() < 0.3:
+            cache.evict(rng.randrange(1, 6))
+    cache.check()
+
+
+def test_a_twin_is_not_adopted() -> None:
+    """C19: the tree keeps the block it has; the rest of the twin's path hangs below it."""
+    cache = cache_with("aabb")
+    _, adopted = cache.insert(tokens("aabbcc"), [7, 8, 9], pin=False)
+    assert adopted == [9]
+    assert hit(cache, "aabbcc") == (0, 1, 9)
+    cache.check()
+
+
+def test_eviction_takes_a_chain_from_its_end() -> None:
+    """C20: what stays in the cache can still be reached."""
+    cache = cache_with("aabbcc")
+    assert cache.evict(1) == [2]
+    assert hit(cache, "aabbcc") == (0, 1)
+    cache.check()
+    assert cache.evict(5) == [0, 1]
+    cache.check()
+    assert cache.evict(1) == []
+
+
+def test_least_recently_used_leaf_goes_first() -> None:
+    """R116, and a hit makes a leaf recent again."""
+    cache = cache_with("aabb", "aacc", "dd")
+    match = cache.match(tokens("aabb"), 2)
+    assert match is not None
+    cache.unpin(cache.pin(match))
+    assert cache.evict(1) == [2], "aacc is the oldest leaf"
+    assert cache.evict(1) == [3], "then dd"
+    assert cache.evict(1) == [1], "then what was hit"
+    assert cache.evict(1) == [0], "and its parent last"
+    cache.check()
+
+
+def test_looking_is_not_using() -> None:
+    """A request that waits does not keep its prefix young; only a pin does."""
+    cache = cache_with("aa", "bb")
+    for _ in range(5):
+        assert hit(cache, "aa") == (0,)
+    assert cache.evict(1) == [0]
+
+
+def test_nothing_in_use_is_evicted() -> None:
+    """R116: a pinned path stays, its unpinned side branches go."""
+    cache = cache_with("aabbcc", "aabbdd")
+    match = cache.match(tokens("aabbcc"), 3)
+    assert match is not None
+    node = cache.pin(match)
+    cache.check()
+    assert cache.num_evictable == 1
+    assert cache.evict(10) == [3]
+    assert hit(cache, "aabbcc") == (0, 1, 2)
+    cache.unpin(node)
+    cache.check()
+    assert cache.evict(10) == [2, 0, 1]
+
+
+def test_a_pin_survives_splits_above_it() -> None:
+    """A node that is split under a request still lets go of its whole path."""
+    cache = RadixCache(1)
+    node, _ = cache.insert(tokens("abcd"), [0, 1, 2, 3], pin=True)
+    cache.insert(tokens("abx"), [0, 1, 4], pin=False)
+    cache.insert(tokens("ay"), [0, 5], pin=False)
+    assert cache.num_evictable == 2
+    assert sorted(cache.evict(9)) == [4, 5]
+    cache.check()
+    cache.unpin(node)
+    assert cache.num_evictable == 4
+    cache.check()
+    assert sorted(cache.evict(9)) == [0, 1, 2, 3]
+
+
+def test_a_match_in_the_middle_of_an_edge_pins_only_that_far() -> None:
+    """The rest of the edge can be evicted."""
+    cache = cache_with("aabbccdd")
+    match = cache.match(tokens("aabbxx"), 3)
+    assert match is not None
+    assert match.num_evictable == 2
+    cache.pin(match)
+    assert cache.num_evictable == 2
+    assert cache.evict(9) == [2, 3]
+    cache.check()
+
+
+def test_a_match_counts_what_pinning_it_would_cost() -> None:
+    """Blocks that somebody pins already are not taken from the evictable ones again."""
+    cache = cache_with("aabbcc")
+    match = cache.match(tokens("aa"), 1)
+    assert match is not None
+    cache.pin(match)
+    match = cache.match(tokens("aabbcc"), 3)
+    assert match is not None
+    assert match.num_evictable == 2
+    before = cache.num_evictable
+    cache.pin(match)
+    assert before - cache.num_evictable == 2
+
+
+def test_the_eviction_queue_stays_small() -> None:
+    """Hits push stale entries only up to a bound, and eviction still finds every leaf."""
+    cache = cache_with("aa", "bb", "cc")
+    for i in range(2000):
+        match = cache.match(tokens("abc"[i % 3] * 2), 1)
+        assert match is not None
+        cache.unpin(cache.pin(match))
+    assert len(cache._leaves) <= 64 + 2 * 3
+    cache.check()
+    assert len(cache.evict(3)) == 3
+
+
+def test_random_use_against_a_model() -> None:
+    """Insert, hit, pin, unpin and evict at random; recount after each."""
+    rng = random.Random(3)
+    cache = RadixCache(2)
+    pinned: list[Node] = []
+    in_tree: set[int] = set()
+    next_id = 0
+    for _ in range(3000):
+        prompt = [rng.randrange(2) for _ in range(2 * rng.randrange(1, 7))]
+        choice = rng.random()
+        if choice < 0.3:
+            block_ids = list(range(next_id, next_id + len(prompt) // 2))
+            next_id += len(block_ids)
+            pin = rng.random() < 0.5
+            node, adopted = cache.insert(prompt, block_ids, rng.choice("xy"), pin=pin)
+            in_tree |= set(adopted)
+            pinned += [node] if pin else []
+        elif choice < 0.5:
+            match = cache.match(prompt, len(prompt) // 2, rng.choice("xy"))
+            if match is not None:
+                pinned.append(cache.pin(match))
+        elif choice < 0.8 and pinned:
+            cache.unpin(pinned.pop(rng.randrange(len(pinned))))
+        else:
+            wanted, evictable = rng.randrange(6), cache.num_evictable
+            evicted = cache.evict(wanted)
+            assert len(evicted) == min(wanted, evictable), "an evictable block was not found"
+            in_tree -= set(evicted)
+        cache.check()
+        assert set(cache.block_ids()) == in_tree
+
+
+def test_check_sees_corruption() -> None:
+    """Each way to break the tree is noticed."""
+
+    def leaf(cache: RadixCache) -> Node:
+        return next(node for node in cache.nodes() if not node.children)
+
+    def drop_tokens(cache: RadixCache) -> None:
+        leaf(cache).block_tokens.pop()
+
+    def wrong_key(cache: RadixCache) -> None:
+        leaf(cache).block_tokens[0] = (0, 0)
+
+    def half_block(cache: RadixCache) -> None:
+        node = next(node for node in cache.nodes() if len(node.block_tokens) > 1)
+        node.block_tokens[1] = (0,)
+
+    def stray_pin(cache: RadixCache) -> None:
+        leaf(cache).pins += 1
+
+    def lost_leaf(cache: RadixCache) -> None:
+        cache._leaves.clear()
+
+    def twice(cache: RadixCache) -> None:
+        leaf(cache).block_ids[0] = 0
+
+    def miscounted(cache: RadixCache) -> None:
+        cache.num_blocks += 1
+
+    def misjudged(cache: RadixCache) -> None:
+        cache.num_evictable -= 1
+
+    for corrupt, message in (
+        (drop_tokens, "lost its tokens"),
+        (wrong_key, "wrong key"),
+        (half_block, "half-filled"),
+        (stray_pin, "unpinned ancestor"),
+        (lost_leaf, "can't be found"),
+        (twice, "twice"),
+        (miscounted, "number of cached"),
+        (misjudged, "number of evictable"),
+    ):
+        cache = cache_with("aabbcc", "aabbdd")
+        cache.check()
+        corrupt(cache)
+        with pytest.raises(AssertionError, match=message):
+            cache.check()

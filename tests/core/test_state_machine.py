@@ -1,0 +1,181 @@
+"""Random lives of a scheduler: whatever happens in whatever order, every invariant holds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from beds.core_bed import CoreBed, alone
+from octavo.errors import RequestTooLarge
+
+MAX_STEPS_TO_DRAIN = 3000
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds with shared prefixes, steps, aborts, faults, preemptions, evictions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
+
+    @initialize(
+        num_blocks=st.integers(4, 16),
+        budget=st.integers(1, 20),
+        max_num_seqs=st.integers(1, 5),
+        chunked=st.booleans(),
+        prefix_caching=st.sampled_from([True, True, False]),
+    )
+    def start(
+        self, num_blocks: int, budget: int, max_num_seqs: int, chunked: bool, prefix_caching: bool
+    ) -> None:
+        self.bed = CoreBed(
+            num_blocks=num_blocks,
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            enable_chunked_prefill=chunked,
+            enable_prefix_caching=prefix_caching,
+        )
+        self.scheduler = self.bed.scheduler
+
+    @rule(
+        stem=st.integers(0, 2),
+        num_shared=st.integers(0, 17),
+        tail=st.lists(st.integers(0, 1), max_size=4),
+        max_tokens=st.integers(1, 16),
+        num_copies=st.integers(1, 2),
+        scope=st.sampled_from(["", "", "x"]),
+    )
+    def add(
+        self,
+        stem: int,
+        num_shared: int,
+        tail: list[int],
+        max_tokens: int,
+        num_copies: int,
+        scope: str,
+    ) -> None:
+        prompt = [*range(stem * 100, stem * 100 + num_shared), *tail] or [stem]
+        refused = max_tokens > self.scheduler.max_output_tokens(len(prompt))
+        if not self.scheduler.config.enable_chunked_prefill:
+            refused = refused or len(prompt) > self.scheduler.config.token_budget
+        for _ in range(num_copies):
+            if refused:
+                with pytest.raises(RequestTooLarge):
+                    self.bed.add(prompt, max_tokens, scope=scope)
+            else:
+                self.prompts[self.bed.add(prompt, max_tokens, scope=scope)] = prompt
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.bed.step()
+
+    def _pick(self, data: st.DataObject) -> int | None:
+        live = sorted(self.scheduler.requests)
+        return data.draw(st.sampled_from(live)) if live else None
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = self._pick(data)
+        if request_id is not None:
+            assert self.scheduler.finish(request_id, "abort")
+            self.ended.add(request_id)
+
+    @rule(data=st.data())
+    def abort_in_flight(self, data: st.DataObject) -> None:
+        """In the very step in which it may finish."""
+        request_id = self._pick(data)
+        if request_id is not None:
+            self.bed.step(lambda: self.scheduler.finish(request_id, "abort"))
+            self.ended.add(request_id)
+
+    @rule(data=st.data())
+    def fault(self, data: st.DataObject) -> None:
+        request_id = self._pick(data)
+        if request_id is not None:
+            self.bed.model.faults[request_id] = -1
+            self.bed.step()
+
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        request_id = self._pick(data)
+        if request_id is not None:
+            self.scheduler.preempt(request_id)
+
+    @rule(num_blocks=st.integers(1, 5))
+    def evict(self, num_blocks: int) -> None:
+        evicted = self.scheduler.kv.cache.evict(num_blocks)
+        self.scheduler.kv.pool.release(evicted)
+        for block_id in evicted:
+            self.bed.model.poison(block_id)
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if hasattr(self, "bed"):
+            self.scheduler.audit()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bed"):
+            return
+        bed = self.bed
+        bed.run(MAX_STEPS_TO_DRAIN)
+        for request_id, prompt in self.prompts.items():
+            request = bed.requests[request_id]
+            expected = alone(prompt, request.max_tokens)
+            if request_id in self.ended or request.finish_reason == "error":
+                expected = expected[: len(bed.outputs[request_id])]
+            assert bed.outputs[request_id] == expected
+        stats = bed.scheduler.stats()
+        assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_ten_thousand_random_operations() -> None:
+    """C16: add (some in pairs, some with shared prefixes), step, abort, preempt, finish; 16 blocks.
+
+    The audit runs after each; at the end the idle pool is whole.
+    """
+    rng = random.Random(16)
+    bed = CoreBed(num_blocks=16, max_num_batched_tokens=12, max_num_seqs=6)
+    scheduler = bed.scheduler
+    prompts: dict[int, list[int]] = {}
+
+    def abort_somebody() -> None:
+        if scheduler.requests:
+            scheduler.finish(rng.choice(sorted(scheduler.requests)), "abort")
+
+    for _ in range(10_000):
+        choice = rng.random()
+        if choice < 0.16 and scheduler.num_waiting < 6:
+            stem = rng.randrange(4) * 100
+            prompt = [*range(stem, stem + rng.randrange(1, 24)), rng.randrange(3)]
+            for _ in range(rng.randrange(1, 3)):
+                prompts[bed.add(prompt, rng.randrange(1, 20))] = prompt
+        elif choice < 0.20:
+            abort_somebody()
+            scheduler.audit()
+        elif choice < 0.24:
+            bed.step(abort_somebody)
+        elif choice < 0.30 and scheduler.running:
+            scheduler.preempt(rng.choice(sorted(scheduler.running)))
+            scheduler.audit()
+        else:
+            bed.step()
+    bed.run()
+    finished = [i for i, event in bed.ends.items() if event.finish_reason == "length"]
+    assert len(finished) > 300
+    for request_id in rng.sample(finished, 100):
+        expected = alone(prompts[request_id], bed.requests[request_id].max_tokens)
+        assert bed.outputs[request_id] == expected
+    stats = scheduler.stats()
+    assert stats.num_preemptions > 100
+    assert stats.prefix_hits_tokens > 1000
+    assert stats.num_free_blocks + stats.num_cached_blocks == 16
