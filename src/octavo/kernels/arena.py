@@ -56,6 +56,7 @@ class NumpyArena:
 def _aligned(size: int) -> Array:
     """Uninitialised uint8 [>= size], its first byte and its length multiples of ALIGNMENT."""
     size = -(-size // ALIGNMENT) * ALIGNMENT
-    memory: Array = np.empty(size + ALIGNMENT, np.uint8)
+    memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size]
+    aligned: Array = memory[start : start + size]
+    return aligned
