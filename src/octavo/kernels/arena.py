@@ -42,7 +42,8 @@ class NumpyArena:
             self._offset = 0
         memory = self._chunks[-1][self._offset : self._offset + size]
         self._offset += -(-size // ALIGNMENT) * ALIGNMENT
-        return memory.view(dtype).reshape(shape)
+        array: Array = memory.view(dtype).reshape(shape)
+        return array
 
     def reset(self) -> None:
         """Start over; memory is kept for the next step. Arrays given out before are void."""

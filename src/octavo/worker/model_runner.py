@@ -11,7 +11,6 @@ from ..models.registry import Model
 from .input_batch import InputBatch
 
 if TYPE_CHECKING:
-    from ..models.batch import ForwardBatch
     from ..sampling.state import RowState
 
 
@@ -19,7 +18,8 @@ class Sampler(Protocol):
     """What a step asks of octavo.sampling.sampler.Sampler."""
 
     def sample(self, logits: Array, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:
-        """One outcome for each row of logits [S, V] float32, which may be overwritten."""
+        """One outcome for each row of logits [S, V] float32, which may be overwritten. A row
+        that fails for whatever reason is a RowFault, never an exception."""
         ...
 
 
@@ -54,49 +54,33 @@ class ModelRunner:
             return StepResult(plan.step, ())
         self.arena.reset()
         batch = self.input_batch.build(plan)
+        logits = self.model.forward(batch, self.kv_cache, self.arena)
         rows = [s.row for s in plan.scheduled if s.samples]
-        outcomes = self._sample(batch, [self.row_states[row] for row in rows])
-        sampled = tuple(o for o in outcomes if isinstance(o, SampledToken))
-        for token in sampled:
-            self.input_batch.append(token.row, token.token_id)
-            state = self.row_states[token.row]
-            assert not isinstance(state, RowFault)
-            state.append(token.token_id)
-        faults = tuple(o for o in outcomes if isinstance(o, RowFault))
+        sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
         return StepResult(plan.step, sampled, faults)
 
     def _start(self, new: NewRequest) -> RowState | RowFault:
         try:
             return self.new_row_state(new)
-        except Exception as error:
-            return RowFault(new.row, f"starting the request failed: {_text(error)}")
+        except Exception as error:  # whatever it is, the other requests go on
+            text = f"starting the request failed: {type(error).__name__}: {error}"
+            return RowFault(new.row, text)
 
     def _sample(
-        self, batch: ForwardBatch, states: list[RowState | RowFault]
-    ) -> list[SampledToken | RowFault]:
-        """One outcome for each sampled row, in order. `states` are those of the S rows."""
-        logits = self.model.forward(batch, self.kv_cache, self.arena)
+        self, logits: Array, states: list[RowState | RowFault]
+    ) -> tuple[tuple[SampledToken, ...], tuple[RowFault, ...]]:
+        """Sample logits [S, V], whose rows belong to `states`, and take note of the tokens."""
+        faults = [state for state in states if isinstance(state, RowFault)]
         healthy = [state for state in states if not isinstance(state, RowFault)]
-        if len(healthy) == len(states):
-            if not healthy:
-                return []
-            try:
-                return self.sampler.sample(logits, healthy)
-            except Exception:
-                # Some row broke the sampler, which may have overwritten the logits by then. The
-                # same step over again gives the same bits; now each row is sampled by itself.
-                logits = self.model.forward(batch, self.kv_cache, self.arena)
-        return [
-            state if isinstance(state, RowFault) else self._sample_one(logits[i : i + 1], state)
-            for i, state in enumerate(states)
-        ]
-
-    def _sample_one(self, logits: Array, state: RowState) -> SampledToken | RowFault:
-        try:
-            return self.sampler.sample(logits, [state])[0]
-        except Exception as error:
-            return RowFault(state.row, f"sampling failed: {_text(error)}")
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+        if faults:
+            logits = logits[[not isinstance(state, RowFault) for state in states]]
+        sampled: list[SampledToken] = []
+        outcomes = self.sampler.sample(logits, healthy) if healthy else []
+        for state, outcome in zip(healthy, outcomes, strict=True):
+            if isinstance(outcome, RowFault):
+                faults.append(outcome)
+                continue
+            sampled.append(outcome)
+            state.append(outcome.token_id)
+            self.input_batch.append(outcome.row, outcome.token_id)
+        return tuple(sampled), tuple(faults)
