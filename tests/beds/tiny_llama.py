@@ -97,7 +97,7 @@ def make_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     def norm() -> np.ndarray:
         return (1 + 0.2 * rng.standard_normal(hidden)).astype(np.float32)
 
-    tensors = {"model.embed_tokens.weight": 8 * matrix(config.vocab_size, hidden)}
+    tensors = {"model.embed_tokens.weight": 2 * matrix(config.vocab_size, hidden)}
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}."
         tensors[layer + "input_layernorm.weight"] = norm()
@@ -111,7 +111,7 @@ def make_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
         tensors[layer + "mlp.down_proj.weight"] = matrix(hidden, inner)
     tensors["model.norm.weight"] = norm()
     if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = 8 * matrix(config.vocab_size, hidden)
+        tensors["lm_head.weight"] = 2 * matrix(config.vocab_size, hidden)
     return tensors
 
 
