@@ -12,8 +12,9 @@ from octavo.kernels.api import BACKENDS, Kernels, load_backend
 
 TEST_BACKENDS = os.environ.get("OCTAVO_TEST_BACKENDS", ",".join(BACKENDS)).split(",")
 
-LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-"""How far logits of the tiny models (of size 10 or so) may be from float64, by dtype."""
+LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.6}
+"""How far the largest error of the tiny models' logits (their standard deviation is 3) may be
+from float64, by dtype. Rounding weights, norms and K/V to bfloat16 alone costs them up to 0.3."""
 
 _loaded: dict[str, Kernels] = {}
 

