@@ -159,12 +159,13 @@ class ReferenceKernels:
         for request, seq_len in enumerate(seq_lens.tolist()):
             num_blocks = -(-seq_len // kv_cache.block_size)
             blocks = pool[layer][:, block_table[request, :num_blocks]]
-            # [2, num_blocks, block_size, KH, D] -> [2, seq_len, KH, D]: slots past the end hold
-            # anything (0 x a stale NaN is NaN), so they are cut off here, not given weight 0.
-            keys, values = blocks.reshape(2, -1, num_kv_heads, head_dim)[:, :seq_len]
+            # [2, num_blocks, block_size, KH, D] -> [num_blocks * block_size, KH, D] each
+            keys, values = blocks.reshape(2, -1, num_kv_heads, head_dim)
             start, end = query_start_loc[request : request + 2].tolist()
             for row in range(start, end):
-                num_keys = seq_len - (end - 1 - row)  # the last row sees all, earlier ones less
+                # The last row sees all keys, earlier ones fewer. Slots past them hold anything,
+                # and 0 x a stale NaN is NaN: they are cut off, not given the weight 0.
+                num_keys = seq_len - (end - 1 - row)
                 out[row] = attend(grouped[row], keys[:num_keys], values[:num_keys], scale)
 
     def silu_and_mul(self, gate_up: Array, out: Array) -> None:
