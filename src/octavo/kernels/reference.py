@@ -28,6 +28,9 @@ SPLIT_SIZE = 512
 DOT_LENGTH = 8192
 """Longest dot product given to BLAS, which may spread longer ones over threads."""
 
+OUTPUT_BLOCK = 128
+"""Rows of a weight that are multiplied with all T rows before the next: they stay in the cache."""
+
 
 class ReferenceLinear:
     """A weight [N, K] float32, as it is."""
@@ -114,11 +117,9 @@ class ReferenceKernels:
     def linear(self, x: Array, weight: Linear, out: Array) -> None:
         matrix = _matrix(weight)
         with _quiet():
-            for row, out_row in zip(x, out, strict=True):  # [K], [N]
-                out_row[:] = _dot(row[:DOT_LENGTH], matrix[:, :DOT_LENGTH])
-                for start in range(DOT_LENGTH, matrix.shape[1], DOT_LENGTH):
-                    part = slice(start, start + DOT_LENGTH)
-                    out_row += _dot(row[part], matrix[:, part])
+            for at in range(0, len(matrix), OUTPUT_BLOCK):
+                part = slice(at, at + OUTPUT_BLOCK)
+                out[:, part] = _dot_products(x, matrix[part])
 
     def rotary_embedding(
         self, positions: Array, query: Array, key: Array, cos_sin_cache: Array
@@ -236,14 +237,24 @@ def _attend_split(
         return acc / running_sum[..., None], running_max + np.log(running_sum)
 
 
-def _dot(row: Array, matrix: Array) -> Array:
-    """[N] = dot products of row [K] with each of matrix [N, K].
+def _dot_products(x: Array, matrix: Array) -> Array:
+    """[T, N] = the dot product of each row of x [T, K] with each row of matrix [N, K].
 
-    As N products of [1, K] with [K, 1]: numpy gives each to BLAS's dot, which one core computes
-    alone in an order that K alone decides. A matrix product would be free to choose otherwise.
+    As T x N products of [1, K] with [K, 1]: numpy gives each to BLAS's dot, which one core
+    computes alone, in an order that K alone decides. A matrix product would be free to choose
+    another for another T or N. What is longer than DOT_LENGTH is added up in parts, in order.
     """
-    products: Array = np.matmul(matrix[:, None, :], row[None, :, None])  # [N, 1, 1]
-    return products[:, 0, 0]
+
+    def products(at: int) -> Array:
+        part = slice(at, at + DOT_LENGTH)
+        # [1, N, 1, K] times [T, 1, K, 1] -> [T, N, 1, 1]
+        found: Array = np.matmul(matrix[None, :, None, part], x[:, None, part, None])
+        return found[:, :, 0, 0]
+
+    total = products(0)
+    for at in range(DOT_LENGTH, x.shape[1], DOT_LENGTH):
+        total += products(at)
+    return total
 
 
 def _quiet() -> Any:
