@@ -1,0 +1,38 @@
+"""Architectures by name; each is one file, imported only when asked for."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..checkpoint import Checkpoint, ModelConfig
+from ..errors import ModelLoadError
+from ..kernels.api import Arena, Array, Kernels, KVCache
+from .batch import ForwardBatch
+
+
+class Model(Protocol):
+    """What the worker asks of a model."""
+
+    config: ModelConfig
+    weight_bytes: int
+    cos_sin_cache: Array
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache, arena: Arena) -> Array:
+        """Logits [S, V] float32 of the rows in batch.logits_indices; valid until arena.reset()."""
+        ...
+
+
+ARCHITECTURES = ("llama",)
+
+
+def build_model(checkpoint: Checkpoint, kernels: Kernels, *, max_model_len: int) -> Model:
+    """Load a checkpoint's weights into a model. Raises ModelLoadError for what it can't run."""
+    config = checkpoint.config
+    if config.architecture == "llama":
+        from .llama import LlamaForCausalLM
+
+        return LlamaForCausalLM(config, checkpoint.weights, kernels, max_model_len=max_model_len)
+    raise ModelLoadError(
+        f"{checkpoint.name} is of the architecture {config.architecture!r}; "
+        f"supported: {', '.join(ARCHITECTURES)}"
+    )

@@ -1,0 +1,86 @@
+"""One step: plan -> flat arrays -> logits of the sampled rows -> tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from ..kernels.api import Arena, Array, KVCache
+from ..messages import NewRequest, RowFault, SampledToken, SchedulerOutput, StepResult
+from ..models.registry import Model
+from .input_batch import InputBatch
+
+if TYPE_CHECKING:
+    from ..sampling.state import RowState
+
+
+class Sampler(Protocol):
+    """What a step asks of octavo.sampling.sampler.Sampler."""
+
+    def sample(self, logits: Array, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:
+        """One outcome for each row of logits [S, V] float32, which may be overwritten. A row
+        that fails for whatever reason is a RowFault, never an exception."""
+        ...
+
+
+class ModelRunner:
+    """Runs steps in order; holds what each row needs from one step to the next."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        arena: Arena,
+        input_batch: InputBatch,
+        *,
+        sampler: Sampler,
+        new_row_state: Callable[[NewRequest], RowState],
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.arena = arena
+        self.input_batch = input_batch
+        self.sampler = sampler
+        self.new_row_state = new_row_state
+        self.row_states: dict[int, RowState | RowFault] = {}
+        """By row; a RowFault where a request's state could not even be built."""
+
+    def run(self, plan: SchedulerOutput) -> StepResult:
+        """Compute one step. A row that fails is reported in `faults`, and the rest go on."""
+        for new in plan.starts:
+            self.input_batch.start(new)
+            self.row_states[new.row] = self._start(new)
+        if not plan.scheduled:
+            return StepResult(plan.step, ())
+        self.arena.reset()
+        batch = self.input_batch.build(plan)
+        logits = self.model.forward(batch, self.kv_cache, self.arena)
+        rows = [s.row for s in plan.scheduled if s.samples]
+        sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
+        return StepResult(plan.step, sampled, faults)
+
+    def _start(self, new: NewRequest) -> RowState | RowFault:
+        try:
+            return self.new_row_state(new)
+        except Exception as error:  # whatever it is, the other requests go on
+            text = f"starting the request failed: {type(error).__name__}: {error}"
+            return RowFault(new.row, text)
+
+    def _sample(
+        self, logits: Array, states: list[RowState | RowFault]
+    ) -> tuple[tuple[SampledToken, ...], tuple[RowFault, ...]]:
+        """Sample logits [S, V], whose rows belong to `states`, and take note of the tokens."""
+        faults = [state for state in states if isinstance(state, RowFault)]
+        healthy = [state for state in states if not isinstance(state, RowFault)]
+        if faults:
+            logits = logits[[not isinstance(state, RowFault) for state in states]]
+        sampled: list[SampledToken] = []
+        outcomes = self.sampler.sample(logits, healthy) if healthy else []
+        for state, outcome in zip(healthy, outcomes, strict=True):
+            if isinstance(outcome, RowFault):
+                faults.append(outcome)
+                continue
+            sampled.append(outcome)
+            state.append(outcome.token_id)
+            self.input_batch.append(outcome.row, outcome.token_id)
+        return tuple(sampled), tuple(faults)
