@@ -138,5 +138,6 @@ def log_softmax(logits: Sequence[float]) -> list[float]:
     """Raw log probabilities."""
     best = max(logits)
     return [
-        x - best - math.log(math.fsum(math.exp(y - best) for y in logits)) for x in map(float, logits)
+        x - best - math.log(math.fsum(math.exp(y - best) for y in logits))
+        for x in map(float, logits)
     ]
