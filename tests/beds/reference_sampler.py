@@ -14,8 +14,8 @@ from octavo.sampling_params import SamplingParams
 
 MARGIN = 1e-4
 """In nats between logits or p/q ratios, and in probability at top-p's border. The logits of the
-tests are below 64 and temperatures at least 0.1, so that float32 rounds by at most 64 * 2**-24 / 0.1
-= 4e-5 of it."""
+tests are below 64 and temperatures at least 0.1, so that float32 rounds by at most about
+64 * 2**-24 / 0.1 = 4e-5 of it."""
 
 _MASK = 2**64 - 1
 

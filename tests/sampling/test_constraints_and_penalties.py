@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
-from beds.sampler_rows import make_row, sample, sample_one, sample_token
 
+from beds.sampler_rows import make_row, sample, sample_one, sample_token
 from octavo.messages import RowFault, SampledToken
 from octavo.sampling.constraints import apply_constraints
 from octavo.sampling.penalties import apply_penalties
@@ -70,7 +71,7 @@ def test_the_newest_token_is_penalised_in_the_very_next_step(preempted: bool) ->
         assert isinstance(result, SampledToken)
         state.append(result.token_id)
         output.append(result.token_id)
-    assert all(a != b for a, b in zip(output, output[1:], strict=False)), output
+    assert all(a != b for a, b in itertools.pairwise(output)), output
 
 
 def test_a_resumed_row_has_the_state_of_one_that_ran_through() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from beds.reference_sampler import log_softmax
 from beds.sampler_rows import make_row, sample, sample_one
-
 from octavo.messages import SampledToken, TokenLogprobs
 from octavo.sampling import sampler as sampler_module
 from octavo.sampling_params import SamplingParams

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from beds.reference_sampler import uniform
 
+from beds.chi_square import chi_square, critical_value
+from beds.reference_sampler import uniform
 from octavo.sampling.noise import exponential, random_bits
 
 IDS = np.arange(4096)
 
 
-def chi_square_critical(degrees: int) -> float:
-    """Chi-square value exceeded with probability 1e-6 (Wilson and Hilferty 1931; z = 4.753)."""
-    spread = 2 / (9 * degrees)
-    return float(degrees * (1 - spread + 4.753 * spread**0.5) ** 3)
-
-
-def chi_square(bits: np.ndarray, num_bins: int) -> float:
-    counts = np.bincount((bits * num_bins >> np.uint64(32)).astype(np.int64), minlength=num_bins)
-    expected = bits.size / num_bins
-    return float((((counts - expected) ** 2) / expected).sum())
+def unevenness(bits: np.ndarray) -> float:
+    """Chi-square of 32-bit draws in 256 bins."""
+    counts = np.bincount((bits >> np.uint64(24)).astype(np.int64), minlength=256)
+    return chi_square(counts, np.full(256, 1 / 256))
 
 
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 0), (2**64 - 1, 131071), (77, 12)])
@@ -49,7 +44,7 @@ def test_bits_are_uniform_along_every_coordinate(along: str) -> None:
         bits = np.concatenate([random_bits(5, position, IDS[:20]) for position in range(10_000)])
     else:
         bits = np.concatenate([random_bits(seed, 17, IDS[:20]) for seed in range(10_000)])
-    assert chi_square(bits, 256) < chi_square_critical(255)
+    assert unevenness(bits) < critical_value(255, 1e-6)
 
 
 @pytest.mark.parametrize("step", ["token", "position", "seed"])
@@ -66,7 +61,7 @@ def test_neighbouring_draws_are_independent(step: str) -> None:
         pairs.append((here, there))
     here, there = (np.concatenate(side) for side in zip(*pairs, strict=True))
     cells = (here >> np.uint64(28)) * np.uint64(16) + (there >> np.uint64(28))
-    assert chi_square(cells << np.uint64(24), 256) < chi_square_critical(255)
+    assert unevenness(cells << np.uint64(24)) < critical_value(255, 1e-6)
     differing = np.unpackbits((here ^ there).view(np.uint8)).sum() / here.size
     assert differing == pytest.approx(16, abs=0.05)  # its standard error is 0.006
 
