@@ -88,6 +88,12 @@ def test_equal_values_rank_by_id() -> None:
     logprobs = logprobs_of(logits, params)
     assert [i for i, _ in logprobs.top] == [1, 3, 2, 4]
     assert logprobs.rank == 4
+    many = np.random.default_rng(13).integers(0, 4, 400).astype(np.float32)
+    best = sorted(range(400), key=lambda i: (-many[i], i))
+    for size in (17, 30, 400):  # short and long lists sort by different means
+        order = [i for i in best if i < size]
+        logprobs = logprobs_of(many[:size], SamplingParams(logprobs=20, seed=1))
+        assert [i for i, _ in logprobs.top] == order[:20]
 
 
 def test_barred_and_infinite_logits_have_floats_not_nan() -> None:
