@@ -1,0 +1,1 @@
+"""From logits to token ids: constraints, penalties, truncation, noise; one row at a time."""

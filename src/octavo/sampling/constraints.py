@@ -1,0 +1,46 @@
+"""What may be sampled at all, and biases: the steps before the penalties (R69).
+
+Each changes one row of logits [V] float32 in place. Ids past the vocabulary are ignored: the
+engine refuses them at the door, and here they must not reach another row's memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..kernels.api import Array
+from .state import RowState
+
+
+def apply_constraints(logits: Array, state: RowState) -> bool:
+    """Allow-list, then block-list, then logit_bias. Returns whether any of them applied."""
+    applied = False
+    if state.allowed_ids is not None:
+        keep_only(logits, state.allowed_ids)
+        applied = True
+    if state.ending_ids.size and state.num_output_tokens < state.params.min_tokens:
+        block(logits, state.ending_ids)
+        applied = True
+    if state.bias_ids.size:
+        add_bias(logits, state.bias_ids, state.bias_values)
+        applied = True
+    return applied
+
+
+def keep_only(logits: Array, token_ids: Array) -> None:
+    """Bar every token but these."""
+    token_ids = token_ids[token_ids < logits.size]
+    kept = logits[token_ids]
+    logits.fill(-np.inf)
+    logits[token_ids] = kept
+
+
+def block(logits: Array, token_ids: Array) -> None:
+    """Bar these tokens."""
+    logits[token_ids[token_ids < logits.size]] = -np.inf
+
+
+def add_bias(logits: Array, token_ids: Array, values: Array) -> None:
+    """Add values [N] float32 to the logits of distinct token_ids [N]."""
+    inside = token_ids < logits.size
+    logits[token_ids[inside]] += values[inside]
