@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from jinja2.parser import Parser
     from jinja2.runtime import Context
@@ -56,12 +56,12 @@ def _spend(cost: int) -> None:
 def render_on_budget(
     template: jinja2.Template, variables: Mapping[str, Any], placeholders: Placeholders
 ) -> str:
-    """The template's whole output. Raises what the template raises, or TemplateError over budget."""
+    """The template's whole output. Raises what the template raises, or a TemplateError."""
     token = _rendering.set(_Rendering(placeholders))
     try:
         pieces = []
         for piece in template.generate(**variables):
-            _spend(len(piece))
+            _spend(len(piece))  # once more than _finalize did, since plain text has no other check
             pieces.append(piece)
         return "".join(pieces)
     finally:
@@ -99,9 +99,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    def call(  # type: ignore[override]
-        self, context: Context, obj: Any, /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         _spend(16)
         _check_names(kwargs)
         text = getattr(obj, "__self__", None)
@@ -143,8 +141,8 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _filter(name: str, value: nodes.Expr, args: list[nodes.Expr]) -> nodes.Filter:
-    return nodes.Filter(value, name, args, [], None, None, lineno=value.lineno)
+def _filter(name: str, value: nodes.Node, args: Sequence[nodes.Expr]) -> nodes.Filter:
+    return nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
 
 
 def _replace_joins(node: nodes.Node) -> None:
