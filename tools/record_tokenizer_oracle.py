@@ -30,6 +30,7 @@ TEXTS = [
     "cafe\u0301 naïve ﬁ Ⅷ",
     "$5.00 + 10% <= `x` ~ [y]|{z}^2",
     "👩‍👩‍👧‍👦 🇫🇷",
+    "Hello, w\u00f6rld\u1ff4\u1f7d\u212a 你好 \u0431\u00b5x 12  ",
     "x\r\ny  \r\n",
     "",
 ]
@@ -57,6 +58,14 @@ RULES = {
     "command-r": [r"\p{N}", GPT2],
     "llama-bpe": [LLAMA3],
     "qwen2": [LLAMA3.replace("{1,3}", "")],
+    "deepseek-llm": [
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",  # the file lists the letters one range after the other
+        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+        r"\s+$",
+        "[一-龥ࠀ-一가-퟿]+",
+        r"\p{N}",
+    ],
     "deepseek-coder": [
         r"[\r\n]",
         r"\s?\p{L}+",
