@@ -109,7 +109,7 @@ def test_tools_and_other_arguments_are_text_too() -> None:
         [message()], chat_template=TOOL_TEMPLATE, template_kwargs={"tools": tools}
     )
     assert count_special(ids) == 2
-    written = TINY.decode(ids).removeprefix("user\nhi").strip()
+    written = TINY.decode(ids).removeprefix("userhi").strip()
     assert json.loads(written) == tools
     assert "\\u00e9" in written
 
@@ -221,6 +221,8 @@ def test_templates_have_what_hugging_face_gives_them() -> None:
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
     )
     assert render(count + "{{ ns.n ~ '!' }}", chat) == "3!"
+    calls = "{% for m in messages %}{{ m.content.strip() }}{{ namespace(a=m).a.role }}{% endfor %}"
+    assert render(calls, chat) == "ausercuser".replace("c", "buserc")
     assert render("{{ tools is none }}{{ x }}", template_kwargs={"x": 1}) == "True1"
 
 
@@ -232,7 +234,7 @@ def test_templates_have_what_hugging_face_gives_them() -> None:
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{{ ('' | attr('__class__')).mro() }}",
         "{{ '{0.__class__.__mro__}'.format('') }}",
-        "{{ messages | map(attribute='__class__') | list }}{{ x.y }}",
+        "{{ (messages | map(attribute='__class__') | list)[0].mro() }}",
         "{{ raise_exception.__globals__['ContextVar'] }}",
         "{{ strftime_now.__closure__[0].cell_contents }}",
         "{{ messages.append(1) }}",
@@ -245,7 +247,7 @@ def test_templates_have_what_hugging_face_gives_them() -> None:
 )
 def test_a_template_can_not_reach_python(source: str) -> None:
     """A model file is not trusted: internals, changes and files are all refused."""
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError, match=r"unsafe|underscore|no loader"):
         render(source)
 
 
@@ -274,11 +276,16 @@ def test_a_template_can_not_reach_python(source: str) -> None:
         "{{ ('x' * 9999).join(range(99999) | map('string') | list) }}",
         "{{ range(99999) | map('string') | join('x' * 9999) }}",
         "{{ 'x' | indent(999999999999, true) }}",
+        "{{ (['x' * 99999] * 99999) | join }}",
+        "{{ ''.join(['x' * 99999] * 99999) }}",
+        "{{ ['x' * 99999] * 99999 }}",
+        "{{ (['x' * 99999] * 99999) | tojson }}",
+        "{{ (['x' * 99999] * 99999) ~ '' }}",
     ],
 )
 def test_a_template_can_not_write_or_loop_without_end(source: str) -> None:
     """Every way to fill memory or to run for ever ends in an error, at once."""
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError, match=r"without end|above|recursion"):
         render(source)
 
 

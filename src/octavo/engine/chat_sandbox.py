@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from .chat_messages import Placeholders
 
 MAX_TEMPLATE_COST = 16 * 2**20
-"""Characters that one rendering may make; a loop round costs one, a call 16."""
+"""Characters that one rendering may make. A loop round costs what is written in it, tags and
+names counting one each; a call or a filter costs CALL_COST."""
+
+CALL_COST = 50
 
 MAX_INTEGER = 10**7
 """Largest number that a template may hand to a function, as a width or a count."""
@@ -91,8 +94,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         """Write the budget into the template itself, where loops and joined texts are."""
         tree = super()._parse(source, name, filename)
         for loop in list(tree.find_all(nodes.For)):
-            written = sum(len(data.data) for data in loop.find_all(nodes.TemplateData))
-            loop.iter = _filter("octavo_rounds", loop.iter, [nodes.Const(1 + written)])
+            inside = list(loop.find_all(nodes.Node))
+            written = sum(len(x.data) for x in inside if isinstance(x, nodes.TemplateData))
+            loop.iter = _filter("octavo_rounds", loop.iter, [nodes.Const(len(inside) + written)])
         for target in tree.find_all(nodes.NSRef):
             _check_names([target.attr])
         _replace_joins(tree)
@@ -100,10 +104,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _spend(16)
-        _check_names(kwargs)
+        _spend(CALL_COST)
+        if obj is self.globals["namespace"]:
+            _check_names(kwargs.keys() - {"_loop_vars", "_block_vars"})  # these are Jinja's own
         text = getattr(obj, "__self__", None)
         if isinstance(text, str):
+            if obj.__name__ == "join" and args:
+                args = (list(args[0]), *args[1:])
+                _weigh([*args[0], *[text] * len(args[0])])
             _check_growth(obj.__name__, (text, *args), kwargs)
         else:
             _check_growth("", args, kwargs)
@@ -179,8 +187,24 @@ def _check_growth(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if name == "replace" and len(args) > 2:
         text, old, new = map(str, args[:3])
         _spend(text.count(old) * len(new))
-    if name == "join" and len(args) > 1:
-        _spend(_size(args[0]) * _size(args[1]))
+
+
+def _weigh(value: Any) -> None:
+    """Pay for all the text in a value that is about to be written out: a short list may name
+    the same long text a thousand times."""
+    if isinstance(value, list | tuple | dict):
+        for item in value:
+            _weigh(item)
+            if isinstance(value, dict):
+                _weigh(value[item])
+    else:
+        _spend(len(value) if isinstance(value, str) else 1)
+
+
+_WRITERS = frozenset(
+    ("tojson", "string", "join", "pprint", "urlencode", "xmlattr", "escape", "e", "forceescape")
+)
+"""Filters that write out whole values."""
 
 
 def _on_budget(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,9 +212,17 @@ def _on_budget(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        given = args[1:] if hasattr(function, "jinja_pass_arg") else args
+        _spend(CALL_COST)
+        context = args[:1] if hasattr(function, "jinja_pass_arg") else ()
+        given = args[len(context) :]
+        if name == "join":
+            items = list(given[0])
+            given = (items, *given[1:])
+            _spend(len(items) * len(str(kwargs.get("d", given[1] if len(given) > 1 else ""))))
+        if name in _WRITERS:
+            _weigh(given)
         _check_growth(name, given, kwargs)
-        result = function(*args, **kwargs)
+        result = function(*context, *given, **kwargs)
         if isinstance(result, str):
             _spend(len(result))
         return result
@@ -213,15 +245,13 @@ def _paid(items: Iterable[Any], cost: int) -> Iterator[Any]:
 
 
 def _join(first: Any, *rest: Any) -> str:
-    texts = [str(value) for value in (first, *rest)]
-    _spend(sum(map(len, texts)))
-    return "".join(texts)
+    _weigh((first, *rest))
+    return "".join(str(value) for value in (first, *rest))
 
 
 @jinja2.pass_context  # the context is not used, but keeps Jinja from calling this at compile time
 def _finalize(context: Context, value: Any) -> Any:
-    if isinstance(value, str):
-        _spend(len(value))
+    _weigh(value)
     return value
 
 
