@@ -36,6 +36,13 @@ struct AmxProduct {
     i64 row;  // of out
 };
 
+// Asks for the weights a few steps on; the hardware's own prefetch does not keep up with tiles.
+// Running past a panel fetches the start of the next one.
+inline void amx_prefetch(const bf16* b) {
+    constexpr i64 kAhead = 4 * 32 * kPanel;
+    for (i64 line = 0; line < 32; ++line) __builtin_prefetch(b + kAhead + line * 32, 0, 3);
+}
+
 // Sums [rows][32] of one panel, from scratch to out.
 inline void amx_store(const AmxProduct& p, const float* sums, i64 panel) {
     const i64 column = panel * kPanel;
@@ -65,6 +72,7 @@ inline void amx_panel_tall(const AmxProduct& p, i64 panel) {
     _tile_zero(2);
     _tile_zero(3);
     for (i64 step = 0; step < p.num_steps; ++step) {
+        amx_prefetch(b);
         _tile_loadd(6, b, kPanel * 4);
         _tile_loadd(4, low, stride);
         _tile_dpbf16ps(0, 4, 6);
@@ -77,11 +85,14 @@ inline void amx_panel_tall(const AmxProduct& p, i64 panel) {
         high += 32;
         b += 32 * kPanel;
     }
-    _tile_stored(0, sums, kPanel * 4);
-    _tile_stored(1, sums + 16, kPanel * 4);
-    _tile_stored(2, sums + 16 * kPanel, kPanel * 4);
-    _tile_stored(3, sums + 16 * kPanel + 16, kPanel * 4);
-    amx_store(p, sums, panel);
+    const bool direct = p.out.dtype == DType::f32 && (panel + 1) * kPanel <= p.out.cols;
+    float* to = direct ? p.out.row<float>(p.row) + panel * kPanel : sums;
+    const i64 to_stride = direct ? p.out.stride : kPanel;
+    _tile_stored(0, to, to_stride * 4);
+    _tile_stored(1, to + 16, to_stride * 4);
+    _tile_stored(2, to + 16 * to_stride, to_stride * 4);
+    _tile_stored(3, to + 16 * to_stride + 16, to_stride * 4);
+    if (!direct) amx_store(p, sums, panel);
 }
 
 // Up to 16 rows against two panels: four chains of sums again.
@@ -95,6 +106,8 @@ inline void amx_panels_flat(const AmxProduct& p, i64 panel, bool both) {
     _tile_zero(2);
     _tile_zero(3);
     for (i64 step = 0; step < p.num_steps; ++step) {
+        amx_prefetch(b);
+        if (both) amx_prefetch(next);
         _tile_loadd(4, a, p.lda * 2);
         _tile_loadd(6, b, kPanel * 4);
         _tile_dpbf16ps(0, 4, 6);

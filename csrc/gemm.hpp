@@ -102,10 +102,10 @@ inline Cut cut(i64 m, const PackedWeight& w, i64 max_block_rows, i64 panel_multi
     Cut c;
     c.num_blocks = ceil_div(m, max_block_rows);
     c.block_rows = ceil_div(m, c.num_blocks);
-    // Chunks of about a megabyte of weights at most, and enough of them to share out evenly; at
+    // Chunks of half a megabyte of weights at most (so that they stay in the second cache), and enough of them to share out evenly; at
     // least 2^18 multiply-adds, below which handing over costs more than it brings.
     const i64 panels = w.num_panels();
-    const i64 by_size = max64(1, (i64{1} << 20) / (w.panel_elements() * item_size(w.dtype)));
+    const i64 by_size = max64(1, (i64{1} << 19) / (w.panel_elements() * item_size(w.dtype)));
     const i64 by_share = max64(1, panels * c.num_blocks / (i64{6} * num_threads()));
     const i64 least = ceil_div(i64{1} << 18, c.block_rows * w.panel_elements());
     c.chunk_panels = round_up(max64(min64(by_size, by_share), least), panel_multiple);
@@ -183,7 +183,7 @@ void linear_as(const Matrix& x, const PackedWeight& w, const Matrix& out) {
 #if defined(__AMX_BF16__)
 inline void linear_amx(const Matrix& x, const PackedWeight& w, const Matrix& out) {
     const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
-    const i64 max_rows = round_up(max64(32, (i64{1} << 20) / (w.k_padded * 2)), 32);
+    const i64 max_rows = round_up(max64(32, (i64{1} << 19) / (w.k_padded * 2)), 32);
     const Cut c = cut(x.rows, w, max_rows, x.rows <= 16 ? 2 : 1);
     parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
         const i64 row = task / c.num_chunks * c.block_rows;
