@@ -1,0 +1,126 @@
+"""Time the cpu kernels against the floor of this machine, measured in the same run.
+
+    python benchmarks/kernels.py [--levels amx,avx512] [--threads 2] [--dtype bfloat16]
+
+For SmolLM2-135M's five linear layers and M rows: time of one step's GEMMs (30 layers and the head),
+and the floor max(FLOPs / peak rate, bytes / bandwidth). The peak rate is the best rate of a product
+that lies in the first caches, the bandwidth that of a read of more memory than those hold.
+Then attention: 64 decodes of 256 keys, and a prefill of 512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from octavo.kernels.api import Array, Linear
+from octavo.kernels.cpu import CpuKernels, available_cpus, available_levels, make_kernels
+
+NUM_LAYERS = 30
+LAYERS = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
+HEAD = (49152, 576)
+ROWS = (1, 4, 16, 32, 64, 512)
+
+
+def best_of(call: Callable[[], object], budget: float = 0.4) -> float:
+    """Least seconds of a call, repeated for about `budget` seconds."""
+    best, end = float("inf"), time.perf_counter() + budget
+    while True:
+        start = time.perf_counter()
+        call()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now > end:
+            return best
+
+
+def random(shape: tuple[int, ...], dtype: object = np.float32) -> Array:
+    values = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    return values.astype(dtype)  # type: ignore[call-overload, no-any-return]
+
+
+def peak_rate(ops: CpuKernels) -> float:
+    """FLOP/s of a product whose weights and activations stay in the caches."""
+    m, n, k = 256, 1024, 512
+    x, weight, out = random((m, k), ops.dtype), ops.pack_linear(random((n, k))), random((m, n))
+    return 2 * m * n * k / best_of(lambda: ops.linear(x, weight, out))
+
+
+def bandwidth(ops: CpuKernels) -> float:
+    """Bytes/s at which one row passes by 512 MiB of weights."""
+    n, k = (1 << 18) // np.dtype(ops.dtype).itemsize * 2, 1024
+    x, out = random((1, k), ops.dtype), random((1, n))
+    weight = ops.pack_linear(np.zeros((n, k), np.float32))
+    return weight.nbytes / best_of(lambda: ops.linear(x, weight, out))
+
+
+def step_of_gemms(ops: CpuKernels, weights: list[tuple[Linear, int]], m: int) -> float:
+    """Seconds of all linear layers of one step, each layer with weights of its own."""
+    x = {k: random((m, k), ops.dtype) for k in (576, 1536)}
+    out = {n: np.empty((m, n), np.float32) for n in (960, 576, 3072, 49152)}
+
+    def step() -> None:
+        for weight, k in weights:
+            ops.linear(x[k], weight, out[weight.out_features])
+
+    return best_of(step, 1.0)
+
+
+def attention(ops: CpuKernels, num_reqs: int, rows: int, keys: int) -> float:
+    """Seconds of one step's attention over all layers (9 heads, 3 KV heads of 64)."""
+    num_blocks = num_reqs * -(-keys // 16)
+    cache = ops.allocate_kv_cache(
+        num_layers=NUM_LAYERS, num_blocks=num_blocks, block_size=16, num_kv_heads=3, head_dim=64
+    )
+    for block in range(num_blocks):
+        cache.fill_block(block, 0.5)
+    query = random((num_reqs * rows, 9, 64))
+    table = np.arange(num_blocks, dtype=np.int32).reshape(num_reqs, -1)
+    starts = np.arange(num_reqs + 1, dtype=np.int32) * rows
+    lens = np.full(num_reqs, keys, np.int32)
+    out = np.empty((num_reqs * rows, 9 * 64), ops.dtype)
+
+    def step() -> None:
+        for layer in range(NUM_LAYERS):
+            ops.paged_attention(query, cache, layer, table, starts, lens, 0.125, out)
+
+    return best_of(step, 1.0)
+
+
+def report(level: str, threads: int, dtype: str) -> None:
+    ops = make_kernels(threads=threads, isa=level, dtype=dtype)
+    rate, stream = peak_rate(ops), bandwidth(ops)
+    print(f"\n{level}, {dtype}, {threads} threads: peak {rate / 1e9:.0f} GFLOP/s, "
+          f"bandwidth {stream / 1e9:.1f} GB/s")  # fmt: skip
+    arrays = [random(shape) for shape in LAYERS.values()]
+    start = time.perf_counter()
+    weights = [(ops.pack_linear(w), w.shape[1]) for _ in range(NUM_LAYERS) for w in arrays]
+    weights.append((ops.pack_linear(random(HEAD)), 576))
+    print(f"  packing (with drawing the head): {time.perf_counter() - start:.2f} s")
+    size = sum(w.nbytes for w, _ in weights)
+    work = sum(2 * w.out_features * k for w, k in weights)
+    print(f"  {'M':>5} {'ms':>9} {'GFLOP/s':>9} {'GB/s':>7} {'floor ms':>9} {'of floor':>9}")
+    for m in ROWS:
+        seconds = step_of_gemms(ops, weights, m)
+        floor = max(work * m / rate, size / stream)
+        print(f"  {m:>5} {seconds * 1e3:>9.2f} {work * m / seconds / 1e9:>9.0f} "
+              f"{size / seconds / 1e9:>7.1f} {floor * 1e3:>9.2f} {floor / seconds:>9.0%}")  # fmt: skip
+    print(f"  attention, 64 decodes of 256 keys: {attention(ops, 64, 1, 256) * 1e3:.2f} ms a step")
+    print(f"  attention, prefill of 512: {attention(ops, 1, 512, 512) * 1e3:.2f} ms a step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--levels", default=",".join(available_levels()))
+    parser.add_argument("--threads", type=int, default=available_cpus())
+    parser.add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    for level in args.levels.split(","):
+        report(level, args.threads, args.dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+// Matrix products on AMX tiles: bf16 pairs, float32 sums, 16 x 16 outputs a tile.
+// One tile product sums 32 of K for each output on its own, so rows do not depend on each other;
+// every row, alone or among 512, takes this path.
+#pragma once
+
+#include "simd.hpp"
+
+namespace octavo::OCTAVO_LEVEL {
+
+struct alignas(64) TileConfig {
+    std::uint8_t palette = 1;
+    std::uint8_t start_row = 0;
+    std::uint8_t reserved[14] = {};
+    std::uint16_t row_bytes[16] = {};
+    std::uint8_t rows[16] = {};
+};
+
+// Tiles 0-3 are sums, 4 and 5 activations, 6 and 7 weights.
+inline void configure_product(int rows_low, int rows_high) {
+    TileConfig config;
+    const int rows[8] = {rows_low, rows_low, rows_high, rows_high, rows_low, rows_high, 16, 16};
+    for (int i = 0; i < 8; ++i) {
+        config.rows[i] = static_cast<std::uint8_t>(rows[i]);
+        config.row_bytes[i] = 64;
+    }
+    _tile_loadconfig(&config);
+}
+
+struct AmxProduct {
+    const bf16* a;  // row 0 of this tile of rows
+    i64 lda;
+    i64 num_steps;  // of 32 k each
+    i64 num_rows;
+    const PackedWeight& w;
+    const Matrix& out;
+    i64 row;  // of out
+};
+
+// Asks for the weights a few steps on; the hardware's own prefetch does not keep up with tiles.
+// Running past a panel fetches the start of the next one.
+inline void amx_prefetch(const bf16* b) {
+    constexpr i64 kAhead = 4 * 32 * kPanel;
+    for (i64 line = 0; line < 32; ++line) __builtin_prefetch(b + kAhead + line * 32, 0, 3);
+}
+
+// Sums [rows][32] of one panel, from scratch to out.
+inline void amx_store(const AmxProduct& p, const float* sums, i64 panel) {
+    const i64 column = panel * kPanel;
+    for (i64 r = 0; r < p.num_rows; ++r) {
+        for (i64 c = 0; c < kPanel; c += VF::W) {
+            const i64 count = min64(VF::W, p.out.cols - column - c);
+            if (count <= 0) continue;
+            const VF value = load(sums + r * kPanel + c);
+            if (p.out.dtype == DType::f32) {
+                store_n(p.out.row<float>(p.row + r) + column + c, value, count);
+            } else {
+                store_n(p.out.row<bf16>(p.row + r) + column + c, value, count);
+            }
+        }
+    }
+}
+
+// 17 to 32 rows against one panel: four chains of sums.
+inline void amx_panel_tall(const AmxProduct& p, i64 panel) {
+    alignas(64) float sums[32 * kPanel];
+    const bf16* b = static_cast<const bf16*>(p.w.data) + panel * p.w.panel_elements();
+    const bf16* low = p.a;
+    const bf16* high = p.a + 16 * p.lda;
+    const i64 stride = p.lda * 2;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (i64 step = 0; step < p.num_steps; ++step) {
+        amx_prefetch(b);
+        _tile_loadd(6, b, kPanel * 4);
+        _tile_loadd(4, low, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + 32, kPanel * 4);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, high, stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        low += 32;
+        high += 32;
+        b += 32 * kPanel;
+    }
+    const bool direct = p.out.dtype == DType::f32 && (panel + 1) * kPanel <= p.out.cols;
+    float* to = direct ? p.out.row<float>(p.row) + panel * kPanel : sums;
+    const i64 to_stride = direct ? p.out.stride : kPanel;
+    _tile_stored(0, to, to_stride * 4);
+    _tile_stored(1, to + 16, to_stride * 4);
+    _tile_stored(2, to + 16 * to_stride, to_stride * 4);
+    _tile_stored(3, to + 16 * to_stride + 16, to_stride * 4);
+    if (!direct) amx_store(p, sums, panel);
+}
+
+// Up to 16 rows against two panels: four chains of sums again.
+inline void amx_panels_flat(const AmxProduct& p, i64 panel, bool both) {
+    alignas(64) float sums[2][16 * kPanel];
+    const bf16* b = static_cast<const bf16*>(p.w.data) + panel * p.w.panel_elements();
+    const bf16* next = both ? b + p.w.panel_elements() : b;
+    const bf16* a = p.a;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (i64 step = 0; step < p.num_steps; ++step) {
+        amx_prefetch(b);
+        if (both) amx_prefetch(next);
+        _tile_loadd(4, a, p.lda * 2);
+        _tile_loadd(6, b, kPanel * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + 32, kPanel * 4);
+        _tile_dpbf16ps(1, 4, 7);
+        if (both) {
+            _tile_loadd(5, next, kPanel * 4);
+            _tile_dpbf16ps(2, 4, 5);
+            _tile_loadd(6, next + 32, kPanel * 4);
+            _tile_dpbf16ps(3, 4, 6);
+        }
+        a += 32;
+        b += 32 * kPanel;
+        next += 32 * kPanel;
+    }
+    _tile_stored(0, sums[0], kPanel * 4);
+    _tile_stored(1, sums[0] + 16, kPanel * 4);
+    amx_store(p, sums[0], panel);
+    if (!both) return;
+    _tile_stored(2, sums[1], kPanel * 4);
+    _tile_stored(3, sums[1] + 16, kPanel * 4);
+    amx_store(p, sums[1], panel + 1);
+}
+
+// Tile 5 holds weights here, so it has 16 rows whatever the sums have.
+inline void configure_flat(int rows) {
+    TileConfig config;
+    for (int i = 0; i < 8; ++i) {
+        config.rows[i] = static_cast<std::uint8_t>(i < 5 ? rows : 16);
+        config.row_bytes[i] = 64;
+    }
+    _tile_loadconfig(&config);
+}
+
+inline void amx_product(const bf16* a, i64 lda, i64 begin, i64 end, const PackedWeight& w,
+                        i64 first_panel, i64 last_panel, const Matrix& out) {
+    for (i64 row = begin; row < end; row += 32) {
+        const i64 rows = min64(32, end - row);
+        const AmxProduct p{a + row * lda, lda, w.k_padded / 32, rows, w, out, row};
+        if (rows > 16) {
+            configure_product(16, static_cast<int>(rows - 16));
+            for (i64 panel = first_panel; panel < last_panel; ++panel) amx_panel_tall(p, panel);
+        } else {
+            configure_flat(static_cast<int>(rows));
+            for (i64 panel = first_panel; panel < last_panel; panel += 2) {
+                amx_panels_flat(p, panel, panel + 1 < last_panel);
+            }
+        }
+    }
+    _tile_release();
+}
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,0 +1,402 @@
+// Python's door: checks shapes, types and every index, then releases the GIL and runs the kernel.
+// bf16 arrays arrive as views of uint16 (the buffer protocol knows no bfloat16).
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+
+#include "levels.hpp"
+#include "memory.hpp"
+#include "threads.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace octavo {
+namespace {
+
+using In = nb::ndarray<nb::ro, nb::device::cpu>;
+using Out = nb::ndarray<nb::device::cpu>;
+using Indices = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+[[noreturn]] void fail(const std::string& text) { throw nb::value_error(text.c_str()); }
+
+void require(bool condition, const char* text) {
+    if (!condition) fail(text);
+}
+
+template <class Array>
+DType dtype_of(const Array& array, const char* name) {
+    if (array.dtype() == nb::dtype<float>()) return DType::f32;
+    if (array.dtype() == nb::dtype<std::uint16_t>()) return DType::bf16;
+    fail(std::string(name) + " must be float32 or bfloat16");
+}
+
+template <class Array>
+void require_last_axis(const Array& array, const char* name) {
+    const auto last = array.ndim() - 1;
+    if (array.shape(last) > 1 && array.stride(last) != 1) {
+        fail(std::string(name) + ": the last axis must be contiguous");
+    }
+}
+
+template <class Array>
+Matrix matrix(const Array& array, const char* name) {
+    if (array.ndim() != 2) fail(std::string(name) + " must have 2 axes");
+    require_last_axis(array, name);
+    return Matrix{const_cast<void*>(static_cast<const void*>(array.data())),
+                  static_cast<i64>(array.shape(0)), static_cast<i64>(array.shape(1)),
+                  array.stride(0), dtype_of(array, name)};
+}
+
+template <class Array>
+Heads heads(const Array& array, const char* name) {
+    if (array.ndim() != 3) fail(std::string(name) + " must have 3 axes: tokens, heads, head_dim");
+    require_last_axis(array, name);
+    return Heads{const_cast<void*>(static_cast<const void*>(array.data())),
+                 static_cast<i64>(array.shape(0)), static_cast<i64>(array.shape(1)),
+                 static_cast<i64>(array.shape(2)), array.stride(0), array.stride(1),
+                 dtype_of(array, name)};
+}
+
+void require_shape(const Matrix& m, i64 rows, i64 cols, const char* name) {
+    if (m.rows == rows && m.cols == cols) return;
+    fail(std::string(name) + " is [" + std::to_string(m.rows) + ", " + std::to_string(m.cols) +
+         "], but must be [" + std::to_string(rows) + ", " + std::to_string(cols) + "]");
+}
+
+const float* vector_of(const In& array, i64 size, const char* name) {
+    if (array.ndim() != 1 || static_cast<i64>(array.shape(0)) != size ||
+        array.dtype() != nb::dtype<float>()) {
+        fail(std::string(name) + " must be float32 [" + std::to_string(size) + "]");
+    }
+    require_last_axis(array, name);
+    return static_cast<const float*>(array.data());
+}
+
+void require_range(const Indices& indices, i64 count, i64 limit, const char* name) {
+    if (static_cast<i64>(indices.shape(0)) != count) {
+        fail(std::string(name) + " has " + std::to_string(indices.shape(0)) +
+             " entries, but must have " + std::to_string(count));
+    }
+    for (i64 i = 0; i < count; ++i) {
+        const std::int32_t value = indices.data()[i];
+        if (value < 0 || value >= limit) {
+            const std::string text = std::string(name) + "[" + std::to_string(i) + "] is " +
+                                     std::to_string(value) + ", outside [0, " +
+                                     std::to_string(limit) + ")";
+            throw nb::index_error(text.c_str());
+        }
+    }
+}
+
+class Linear {
+public:
+    Linear(PackedWeight weight, RegionPool::Part part)
+        : weight(weight), region_(std::move(part.region)) {}
+    PackedWeight weight;
+    i64 nbytes() const {
+        return weight.num_panels() * weight.panel_elements() * item_size(weight.dtype);
+    }
+
+private:
+    std::shared_ptr<Region> region_;
+};
+
+class KVCache {
+public:
+    KVCache(KvPool shape) : pool(shape), region_(checked_bytes(shape)) {
+        pool.data = region_.data();
+    }
+
+    KvPool pool;
+    i64 nbytes() const { return pool.num_blocks * pool.block_bytes(); }
+
+    nb::tuple read_block(i64 layer, i64 block) const {
+        require_inside(layer, block);
+        const i64 size = pool.block_size * pool.num_heads * pool.dim;
+        return nb::make_tuple(read(layer, block, false, size), read(layer, block, true, size));
+    }
+
+    void fill_block(i64 block, float value) {
+        require_inside(0, block);
+        char* base = pool.head(block, 0, 0);
+        if (pool.dtype == DType::f32) {
+            auto* at = reinterpret_cast<float*>(base);
+            for (i64 i = 0; i < pool.block_bytes() / 4; ++i) at[i] = value;
+        } else {
+            auto* at = reinterpret_cast<bf16*>(base);
+            for (i64 i = 0; i < pool.block_bytes() / 2; ++i) at[i] = to_bf16(value);
+        }
+    }
+
+private:
+    static std::size_t checked_bytes(const KvPool& shape) {
+        const double bytes = static_cast<double>(shape.num_blocks) * shape.block_bytes();
+        if (bytes > 9e15) throw std::bad_alloc();
+        return static_cast<std::size_t>(shape.num_blocks * shape.block_bytes());
+    }
+
+    void require_inside(i64 layer, i64 block) const {
+        if (layer < 0 || layer >= pool.num_layers) throw nb::index_error("layer is out of range");
+        if (block < 0 || block >= pool.num_blocks) throw nb::index_error("block is out of range");
+    }
+
+    nb::object read(i64 layer, i64 block, bool value, i64 size) const {
+        auto* out = new float[static_cast<std::size_t>(size)];
+        nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+        float* to = out;
+        for (i64 slot = 0; slot < pool.block_size; ++slot) {
+            for (i64 h = 0; h < pool.num_heads; ++h) {
+                const char* head = pool.head(block, layer, h);
+                for (i64 d = 0; d < pool.dim; ++d) {
+                    const i64 at = kv_offset(pool, value, slot, d);
+                    *to++ = pool.dtype == DType::f32
+                                ? reinterpret_cast<const float*>(head)[at]
+                                : to_float(reinterpret_cast<const bf16*>(head)[at]);
+                }
+            }
+        }
+        return nb::cast(nb::ndarray<nb::numpy, float>(
+            out,
+            {static_cast<std::size_t>(pool.block_size), static_cast<std::size_t>(pool.num_heads),
+             static_cast<std::size_t>(pool.dim)},
+            owner));
+    }
+
+    Region region_;
+};
+
+class Ops {
+public:
+    Ops(const std::string& level, bool float32)
+        : level_(find_level(level)), dtype_(float32 ? DType::f32 : DType::bf16) {
+        if (level_ == nullptr) fail("no such instruction-set level on this machine: " + level);
+    }
+
+    Linear* pack_linear(const In& weight) {
+        const Matrix m = matrix(weight, "weight");
+        require(m.dtype == DType::f32, "weight must be float32");
+        require(m.rows > 0 && m.cols > 0, "weight must not be empty");
+        PackedWeight w{nullptr, m.rows, m.cols, round_up(m.cols, kAlignK), dtype_};
+        const i64 bytes = w.num_panels() * w.panel_elements() * item_size(dtype_);
+        RegionPool::Part part = regions_.take(static_cast<std::size_t>(bytes));
+        w.data = part.data;
+        nb::gil_scoped_release released;
+        level_->pack(m.row<float>(0), m.stride, w);
+        return new Linear(w, std::move(part));
+    }
+
+    KVCache* allocate(i64 num_layers, i64 num_blocks, i64 block_size, i64 num_heads, i64 dim) {
+        require(num_layers > 0 && num_blocks > 0 && num_heads > 0, "KV pool sizes must be positive");
+        require(block_size > 0 && (block_size & (block_size - 1)) == 0,
+                "block_size must be a power of two");
+        require(dim > 0 && dim % 2 == 0, "head_dim must be even");
+        return new KVCache(KvPool{nullptr, num_blocks, num_layers, num_heads, block_size, dim,
+                                  padded(dim), dtype_});
+    }
+
+    i64 bytes_per_token(i64 num_layers, i64 num_heads, i64 dim) const {
+        return 2 * num_layers * num_heads * padded(dim) * item_size(dtype_);
+    }
+
+    void embedding(const Indices& ids, const Linear& weight, const Out& out) const {
+        const Matrix to = matrix(out, "out");
+        require(to.dtype == DType::f32, "out must be float32");
+        require_shape(to, static_cast<i64>(ids.shape(0)), weight.weight.k, "out");
+        require_range(ids, to.rows, weight.weight.n, "input_ids");
+        nb::gil_scoped_release released;
+        level_->embedding(ids.data(), weight.weight, to);
+    }
+
+    void linear(const In& x, const Linear& weight, const Out& out) const {
+        const Matrix from = matrix(x, "x"), to = matrix(out, "out");
+        require_shape(from, from.rows, weight.weight.k, "x");
+        require_shape(to, from.rows, weight.weight.n, "out");
+        nb::gil_scoped_release released;
+        level_->linear(from, weight.weight, to);
+    }
+
+    void rms_norm(const In& x, const In& weight, float eps, const Out& out) const {
+        const Matrix from = matrix(x, "x"), to = matrix(out, "out");
+        require_shape(to, from.rows, from.cols, "out");
+        const float* w = vector_of(weight, from.cols, "weight");
+        nb::gil_scoped_release released;
+        level_->rms_norm(from, nullptr, w, eps, to);
+    }
+
+    void fused_add_rms_norm(const In& x, const Out& residual, const In& weight, float eps,
+                            const Out& out) const {
+        const Matrix from = matrix(x, "x"), to = matrix(out, "out");
+        const Matrix carried = matrix(residual, "residual");
+        require(carried.dtype == DType::f32, "residual must be float32");
+        require_shape(carried, from.rows, from.cols, "residual");
+        require_shape(to, from.rows, from.cols, "out");
+        const float* w = vector_of(weight, from.cols, "weight");
+        nb::gil_scoped_release released;
+        level_->rms_norm(from, &carried, w, eps, to);
+    }
+
+    void rotary(const Indices& positions, const Out& query, const Out& key,
+                const In& cos_sin_cache) const {
+        const Heads q = heads(query, "query"), k = heads(key, "key");
+        const Matrix table = matrix(cos_sin_cache, "cos_sin_cache");
+        require(table.dtype == DType::f32, "cos_sin_cache must be float32");
+        require(table.cols % 2 == 0 && table.cols <= q.dim && table.cols <= k.dim,
+                "cos_sin_cache is wider than a head");
+        require(q.tokens == k.tokens, "query and key must have as many tokens");
+        require_range(positions, q.tokens, table.rows, "positions");
+        nb::gil_scoped_release released;
+        level_->rotary(positions.data(), q, table);
+        level_->rotary(positions.data(), k, table);
+    }
+
+    void cache_write(const In& key, const In& value, KVCache& cache, i64 layer,
+                     const Indices& slots) const {
+        const Heads k = heads(key, "key"), v = heads(value, "value");
+        require_cache(cache, layer);
+        for (const Heads* each : {&k, &v}) {
+            require(each->heads == cache.pool.num_heads && each->dim == cache.pool.dim,
+                    "key and value must be [T, num_kv_heads, head_dim] of the pool");
+        }
+        require(k.tokens == v.tokens && k.dtype == v.dtype, "key and value must be alike");
+        require_range(slots, k.tokens, cache.pool.num_blocks * cache.pool.block_size,
+                      "slot_mapping");
+        nb::gil_scoped_release released;
+        level_->cache_write(k, v, cache.pool, layer, slots.data());
+    }
+
+    void attention(const In& query, const KVCache& cache, i64 layer, const In& block_table,
+                   const Indices& query_start_loc, const Indices& seq_lens, float scale,
+                   const Out& out) const {
+        AttentionArgs args{};
+        args.query = heads(query, "query");
+        args.pool = cache.pool;
+        args.layer = layer;
+        args.query_start_loc = query_start_loc.data();
+        args.seq_lens = seq_lens.data();
+        args.num_reqs = static_cast<i64>(seq_lens.shape(0));
+        args.scale = scale;
+        args.out = matrix(out, "out");
+        require_cache(cache, layer);
+        require(args.query.dim == args.pool.dim && args.query.heads % args.pool.num_heads == 0 &&
+                    args.query.heads > 0,
+                "query must be [T, num_heads, head_dim], num_heads a multiple of num_kv_heads");
+        require_shape(args.out, args.query.tokens, args.query.heads * args.query.dim, "out");
+        require(block_table.ndim() == 2 && block_table.dtype() == nb::dtype<std::int32_t>() &&
+                    static_cast<i64>(block_table.shape(0)) == args.num_reqs,
+                "block_table must be int32 [B, max_num_blocks]");
+        require_last_axis(block_table, "block_table");
+        args.block_table = static_cast<const std::int32_t*>(block_table.data());
+        args.block_table_stride = block_table.stride(0);
+        require(static_cast<i64>(query_start_loc.shape(0)) == args.num_reqs + 1,
+                "query_start_loc must have B + 1 entries");
+        require_requests(args, static_cast<i64>(block_table.shape(1)));
+        nb::gil_scoped_release released;
+        level_->attention(args);
+    }
+
+    void silu_and_mul(const In& gate_up, const Out& out) const {
+        const Matrix from = matrix(gate_up, "gate_up"), to = matrix(out, "out");
+        require_shape(from, to.rows, 2 * to.cols, "gate_up");
+        nb::gil_scoped_release released;
+        level_->silu_and_mul(from, to);
+    }
+
+    void gather_rows(const In& x, const Indices& indices, const Out& out) const {
+        const Matrix from = matrix(x, "x"), to = matrix(out, "out");
+        require_shape(to, static_cast<i64>(indices.shape(0)), from.cols, "out");
+        require_range(indices, to.rows, from.rows, "indices");
+        nb::gil_scoped_release released;
+        level_->copy_rows(from, indices.data(), to);
+    }
+
+private:
+    static i64 padded(i64 dim) { return round_up(dim, 16); }
+
+    void require_cache(const KVCache& cache, i64 layer) const {
+        if (layer < 0 || layer >= cache.pool.num_layers) {
+            throw nb::index_error("layer is out of range");
+        }
+        require(cache.pool.dtype == dtype_, "the KV pool has another dtype than these kernels");
+    }
+
+    static void require_requests(const AttentionArgs& args, i64 max_blocks) {
+        require(args.query_start_loc[0] == 0 &&
+                    args.query_start_loc[args.num_reqs] == args.query.tokens,
+                "query_start_loc must run from 0 to the number of tokens");
+        for (i64 b = 0; b < args.num_reqs; ++b) {
+            const i64 rows = args.query_start_loc[b + 1] - args.query_start_loc[b];
+            require(rows >= 0, "query_start_loc must not fall");
+            const i64 num_blocks = ceil_div(args.seq_lens[b], args.pool.block_size);
+            require(args.seq_lens[b] >= rows, "seq_lens must count at least the rows of a request");
+            require(num_blocks <= max_blocks, "block_table has too few columns for seq_lens");
+            for (i64 i = 0; i < num_blocks; ++i) {
+                const std::int32_t id = args.block_table[b * args.block_table_stride + i];
+                if (id < 0 || id >= args.pool.num_blocks) {
+                    const std::string text = "block_table[" + std::to_string(b) + ", " +
+                                             std::to_string(i) + "] is " + std::to_string(id) +
+                                             ", but the request has keys there";
+                    throw nb::index_error(text.c_str());
+                }
+            }
+        }
+    }
+
+    const Level* level_;
+    DType dtype_;
+    RegionPool regions_;
+};
+
+std::vector<std::string> level_names() {
+    std::vector<std::string> names;
+    for (const Level* level : available_levels()) names.emplace_back(level->name);
+    return names;
+}
+
+}  // namespace
+}  // namespace octavo
+
+NB_MODULE(_native, m) {
+    using namespace octavo;
+    m.def("available_levels", &level_names);
+    m.def("num_threads", &num_threads);
+    m.def(
+        "set_num_threads",
+        [](int count) {
+            require(count >= 1 && count <= 1024, "threads must be 1 to 1024");
+            nb::gil_scoped_release released;
+            set_num_threads(count);
+        },
+        "count"_a);
+
+    nb::class_<octavo::Linear>(m, "Linear")
+        .def_prop_ro("out_features", [](const octavo::Linear& l) { return l.weight.n; })
+        .def_prop_ro("in_features", [](const octavo::Linear& l) { return l.weight.k; })
+        .def_prop_ro("nbytes", &octavo::Linear::nbytes);
+
+    nb::class_<KVCache>(m, "KVCache")
+        .def_prop_ro("num_layers", [](const KVCache& c) { return c.pool.num_layers; })
+        .def_prop_ro("num_blocks", [](const KVCache& c) { return c.pool.num_blocks; })
+        .def_prop_ro("block_size", [](const KVCache& c) { return c.pool.block_size; })
+        .def_prop_ro("nbytes", &KVCache::nbytes)
+        .def("read_block", &KVCache::read_block, "layer"_a, "block_id"_a)
+        .def("fill_block", &KVCache::fill_block, "block_id"_a, "value"_a);
+
+    nb::class_<Ops>(m, "Ops")
+        .def(nb::init<const std::string&, bool>(), "level"_a, "float32"_a)
+        .def("pack_linear", &Ops::pack_linear, nb::rv_policy::take_ownership)
+        .def("allocate_kv_cache", &Ops::allocate, nb::rv_policy::take_ownership)
+        .def("kv_bytes_per_token", &Ops::bytes_per_token)
+        .def("embedding", &Ops::embedding)
+        .def("linear", &Ops::linear)
+        .def("rms_norm", &Ops::rms_norm)
+        .def("fused_add_rms_norm", &Ops::fused_add_rms_norm)
+        .def("rotary_embedding", &Ops::rotary)
+        .def("reshape_and_cache", &Ops::cache_write)
+        .def("paged_attention", &Ops::attention)
+        .def("silu_and_mul", &Ops::silu_and_mul)
+        .def("gather_rows", &Ops::gather_rows);
+}

@@ -1,0 +1,145 @@
+// Plain views that cross from the bindings into the kernels. No templates of the standard library
+// here: this header is compiled once per instruction-set level, and a shared inline function would
+// let the linker keep the copy of the wrong level. Hence `static inline` and views only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace octavo {
+
+using i64 = std::int64_t;
+
+struct bf16 {
+    std::uint16_t bits;
+};
+
+enum class DType : std::uint8_t { f32, bf16 };
+
+static inline i64 item_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+static inline float to_float(float value) { return value; }
+
+static inline float to_float(bf16 value) {
+    std::uint32_t bits = static_cast<std::uint32_t>(value.bits) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+// Round to nearest even; a NaN stays a (quiet) NaN.
+static inline bf16 to_bf16(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return bf16{static_cast<std::uint16_t>((bits >> 16) | 0x40u)};
+    }
+    bits += 0x7fffu + ((bits >> 16) & 1u);
+    return bf16{static_cast<std::uint16_t>(bits >> 16)};
+}
+
+static inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+static inline i64 round_up(i64 a, i64 b) { return ceil_div(a, b) * b; }
+static inline i64 min64(i64 a, i64 b) { return a < b ? a : b; }
+static inline i64 max64(i64 a, i64 b) { return a > b ? a : b; }
+
+// [rows, cols], last axis contiguous; strides count elements.
+struct Matrix {
+    void* data;
+    i64 rows, cols, stride;
+    DType dtype;
+
+    template <class T>
+    T* row(i64 r) const {
+        return static_cast<T*>(data) + r * stride;
+    }
+};
+
+// [tokens, heads, dim], last axis contiguous; strides count elements.
+struct Heads {
+    void* data;
+    i64 tokens, heads, dim, stride_token, stride_head;
+    DType dtype;
+
+    template <class T>
+    T* head(i64 token, i64 h) const {
+        return static_cast<T*>(data) + token * stride_token + h * stride_head;
+    }
+};
+
+// Weights of a linear layer in panels of 32 output columns, zero padded:
+// bf16 [ceil(N/32)][Kp/2][32][2] (pairs of K side by side), float32 [ceil(N/32)][Kp][32].
+constexpr i64 kPanel = 32;
+constexpr i64 kAlignK = 32;  // Kp is a multiple of it: one tile of AMX is 32 deep
+
+struct PackedWeight {
+    void* data;
+    i64 n, k, k_padded;
+    DType dtype;
+
+    i64 num_panels() const { return ceil_div(n, kPanel); }
+    i64 panel_elements() const { return k_padded * kPanel; }
+};
+
+// The KV pool, block-major: [num_blocks][num_layers][num_heads][one head of one block].
+// A head of a block is a row of units of 16 keys, each K then V, padded to dim_padded:
+//   bf16     K [dim/2][16][2]   V [8][dim][2]
+//   float32  K [dim][16]        V [16][dim]
+// A block of fewer than 16 tokens holds plain rows instead, K [block_size][dim] then V the same;
+// attention gathers those into units.
+constexpr i64 kUnit = 16;
+
+struct KvPool {
+    char* data;
+    i64 num_blocks, num_layers, num_heads, block_size, dim, dim_padded;
+    DType dtype;
+
+    bool has_units() const { return block_size >= kUnit; }
+    i64 row_elements() const { return block_size * dim_padded; }
+    i64 head_bytes() const { return 2 * row_elements() * item_size(dtype); }
+    i64 block_bytes() const { return num_layers * num_heads * head_bytes(); }
+    char* head(i64 block, i64 layer, i64 h) const {
+        return data + block * block_bytes() + (layer * num_heads + h) * head_bytes();
+    }
+};
+
+// Where element (key or value, offset in block, d) of a head of a block lies, in elements.
+static inline i64 kv_offset(const KvPool& pool, bool value, i64 offset, i64 d) {
+    const i64 dim = pool.dim_padded;
+    if (!pool.has_units()) return (value ? pool.row_elements() : 0) + offset * dim + d;
+    const i64 unit = offset / kUnit, key = offset % kUnit;
+    const i64 base = unit * 2 * kUnit * dim + (value ? kUnit * dim : 0);
+    if (pool.dtype == DType::f32) return base + (value ? key * dim + d : d * kUnit + key);
+    if (value) return base + (key / 2) * dim * 2 + d * 2 + key % 2;
+    return base + (d / 2) * kUnit * 2 + key * 2 + d % 2;
+}
+
+struct AttentionArgs {
+    Heads query;
+    KvPool pool;
+    i64 layer;
+    const std::int32_t* block_table;
+    i64 block_table_stride;
+    const std::int32_t* query_start_loc;
+    const std::int32_t* seq_lens;
+    i64 num_reqs;
+    float scale;
+    Matrix out;
+};
+
+// One level's table of kernels. Arguments are checked by the bindings; kernels trust them.
+struct Level {
+    const char* name;
+    void (*pack)(const float* weight, i64 stride, PackedWeight packed);
+    void (*linear)(Matrix x, PackedWeight weight, Matrix out);
+    void (*embedding)(const std::int32_t* ids, PackedWeight weight, Matrix out);
+    void (*rms_norm)(Matrix x, const Matrix* residual, const float* weight, float eps, Matrix out);
+    void (*rotary)(const std::int32_t* positions, Heads heads, Matrix cos_sin);
+    void (*cache_write)(Heads key, Heads value, KvPool pool, i64 layer, const std::int32_t* slots);
+    void (*attention)(const AttentionArgs& args);
+    void (*silu_and_mul)(Matrix gate_up, Matrix out);
+    void (*copy_rows)(Matrix x, const std::int32_t* indices, Matrix out);
+};
+
+}  // namespace octavo

@@ -1,0 +1,158 @@
+// Kernels that walk rows. A tail is a shorter vector with the same arithmetic.
+#pragma once
+
+#include "simd.hpp"
+
+namespace octavo::OCTAVO_LEVEL {
+
+// body(index, count) for vectors of a row; count == VF::W but for the tail.
+template <class F>
+inline void for_vectors(i64 columns, F body) {
+    i64 i = 0;
+    for (; i + VF::W <= columns; i += VF::W) body(i, i64{VF::W});
+    if (i < columns) body(i, columns - i);
+}
+
+template <class T>
+inline VF load_some(const T* p, i64 n) {
+    return n == VF::W ? load(p) : load_n(p, n);
+}
+template <class T>
+inline void store_some(T* p, VF a, i64 n) {
+    n == VF::W ? store(p, a) : store_n(p, a, n);
+}
+
+template <class X, class O>
+void norm_row(const X* x, float* residual, const float* weight, float eps, O* out, i64 columns) {
+    VF sum = zero();
+    for_vectors(columns, [&](i64 i, i64 n) {
+        VF value = load_some(x + i, n);
+        if (residual != nullptr) {
+            value = add(load_some(residual + i, n), value);
+            store_some(residual + i, value, n);
+        }
+        sum = fma(value, value, sum);
+    });
+    const float mean = reduce_add(sum) / static_cast<float>(columns);
+    const VF scale = set1(1.0f / __builtin_sqrtf(mean + eps));
+    for_vectors(columns, [&](i64 i, i64 n) {
+        const VF value = residual != nullptr ? load_some(residual + i, n) : load_some(x + i, n);
+        store_some(out + i, mul(mul(value, scale), load_some(weight + i, n)), n);
+    });
+}
+
+inline void rms_norm(Matrix x, const Matrix* residual, const float* weight, float eps, Matrix out) {
+    with_type(x.dtype, [&](auto* x_type) {
+        using X = std::remove_pointer_t<decltype(x_type)>;
+        with_type(out.dtype, [&](auto* out_type) {
+            using O = std::remove_pointer_t<decltype(out_type)>;
+            parallel_for(x.rows, row_grain(x.cols), [&](i64 t) {
+                float* carried = residual != nullptr ? residual->row<float>(t) : nullptr;
+                norm_row(x.row<X>(t), carried, weight, eps, out.row<O>(t), x.cols);
+            });
+        });
+    });
+}
+
+inline void rotary(const std::int32_t* positions, Heads heads, Matrix cos_sin) {
+    const i64 half = cos_sin.cols / 2;
+    with_type(heads.dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        parallel_for(heads.tokens, row_grain(heads.heads * heads.dim), [&](i64 t) {
+            const float* cosine = cos_sin.row<float>(positions[t]);
+            const float* sine = cosine + half;
+            for (i64 h = 0; h < heads.heads; ++h) {
+                T* low = heads.head<T>(t, h);
+                T* high = low + half;
+                for_vectors(half, [&](i64 i, i64 n) {
+                    const VF c = load_some(cosine + i, n), s = load_some(sine + i, n);
+                    const VF a = load_some(low + i, n), b = load_some(high + i, n);
+                    store_some(low + i, sub(mul(a, c), mul(b, s)), n);
+                    store_some(high + i, add(mul(b, c), mul(a, s)), n);
+                });
+            }
+        });
+    });
+}
+
+inline void silu_and_mul(Matrix gate_up, Matrix out) {
+    with_type(gate_up.dtype, [&](auto* in_type) {
+        using X = std::remove_pointer_t<decltype(in_type)>;
+        with_type(out.dtype, [&](auto* out_type) {
+            using O = std::remove_pointer_t<decltype(out_type)>;
+            parallel_for(out.rows, row_grain(2 * out.cols), [&](i64 t) {
+                const X* gate = gate_up.row<X>(t);
+                const X* up = gate + out.cols;
+                O* to = out.row<O>(t);
+                for_vectors(out.cols, [&](i64 i, i64 n) {
+                    const VF x = load_some(gate + i, n);
+                    const VF silu = div(x, add(set1(1.0f), exp(sub(zero(), x))));
+                    store_some(to + i, mul(silu, load_some(up + i, n)), n);
+                });
+            });
+        });
+    });
+}
+
+inline void copy_rows(Matrix x, const std::int32_t* indices, Matrix out) {
+    with_type(x.dtype, [&](auto* x_type) {
+        using X = std::remove_pointer_t<decltype(x_type)>;
+        with_type(out.dtype, [&](auto* out_type) {
+            using O = std::remove_pointer_t<decltype(out_type)>;
+            parallel_for(out.rows, row_grain(out.cols), [&](i64 t) {
+                const X* in = x.row<X>(indices[t]);
+                O* to = out.row<O>(t);
+                for_vectors(out.cols, [&](i64 i, i64 n) {
+                    store_some(to + i, load_some(in + i, n), n);
+                });
+            });
+        });
+    });
+}
+
+template <class T>
+void cache_write_as(const Heads& key, const Heads& value, const KvPool& pool, i64 layer,
+                    const std::int32_t* slots, i64 t) {
+    const i64 block = slots[t] / pool.block_size, offset = slots[t] % pool.block_size;
+    with_type(key.dtype, [&](auto* type) {
+        using X = std::remove_pointer_t<decltype(type)>;
+        for (i64 h = 0; h < pool.num_heads; ++h) {
+            T* base = reinterpret_cast<T*>(pool.head(block, layer, h));
+            const X* k = key.head<X>(t, h);
+            const X* v = value.head<X>(t, h);
+            float row[2][16];
+            for (i64 d0 = 0; d0 < pool.dim_padded; d0 += 16) {
+                const i64 count = max64(0, min64(16, pool.dim - d0));
+                for (i64 i = 0; i < 16; ++i) row[0][i] = row[1][i] = 0.0f;
+                for (i64 i = 0; i < count; ++i) {
+                    row[0][i] = to_float(k[d0 + i]);
+                    row[1][i] = to_float(v[d0 + i]);
+                }
+                for (i64 i = 0; i < 16; ++i) {
+                    T* k_at = base + kv_offset(pool, false, offset, d0 + i);
+                    T* v_at = base + kv_offset(pool, true, offset, d0 + i);
+                    if constexpr (sizeof(T) == 4) {
+                        *k_at = row[0][i];
+                        *v_at = row[1][i];
+                    } else {
+                        *k_at = to_bf16(row[0][i]);
+                        *v_at = to_bf16(row[1][i]);
+                    }
+                }
+            }
+        }
+    });
+}
+
+inline void cache_write(Heads key, Heads value, KvPool pool, i64 layer,
+                        const std::int32_t* slots) {
+    parallel_for(key.tokens, row_grain(8 * key.heads * key.dim), [&](i64 t) {
+        if (pool.dtype == DType::f32) {
+            cache_write_as<float>(key, value, pool, layer, slots, t);
+        } else {
+            cache_write_as<bf16>(key, value, pool, layer, slots, t);
+        }
+    });
+}
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,0 +1,211 @@
+// Linear layers: packing, the blocked product, and the embedding lookup out of the same panels.
+#pragma once
+
+#include "micro.hpp"
+#if defined(__AMX_BF16__)
+#include "amx.hpp"
+#endif
+
+namespace octavo::OCTAVO_LEVEL {
+
+inline i64 packed_offset(const PackedWeight& w, i64 column, i64 k) {
+    return w.dtype == DType::f32 ? k * kPanel + column : (k / 2) * kPanel * 2 + column * 2 + k % 2;
+}
+
+template <class T>
+void pack_panel(const float* weight, i64 stride, const PackedWeight& w, i64 panel) {
+    T* out = static_cast<T*>(w.data) + panel * w.panel_elements();
+    const i64 columns = min64(kPanel, w.n - panel * kPanel);
+    // Fresh memory is zero already; 64 k at a time keep the written lines in the first cache.
+    for (i64 k0 = 0; k0 < w.k; k0 += 64) {
+        const i64 k1 = min64(k0 + 64, w.k);
+        for (i64 column = 0; column < columns; ++column) {
+            const float* row = weight + (panel * kPanel + column) * stride;
+            if constexpr (sizeof(T) == 4) {
+                for (i64 k = k0; k < k1; ++k) out[k * kPanel + column] = row[k];
+            } else {
+                for (i64 k = k0; k < k1; ++k) out[packed_offset(w, column, k)] = to_bf16(row[k]);
+            }
+        }
+    }
+}
+
+inline void pack(const float* weight, i64 stride, PackedWeight w) {
+    parallel_for(w.num_panels(), 1, [&](i64 panel) {
+        if (w.dtype == DType::f32) {
+            pack_panel<float>(weight, stride, w, panel);
+        } else {
+            pack_panel<bf16>(weight, stride, w, panel);
+        }
+    });
+}
+
+inline void embedding(const std::int32_t* ids, PackedWeight w, Matrix out) {
+    parallel_for(out.rows, row_grain(4 * out.cols), [&](i64 t) {
+        const i64 panel = ids[t] / kPanel, column = ids[t] % kPanel;
+        float* row = out.row<float>(t);
+        if (w.dtype == DType::f32) {
+            const float* in = static_cast<const float*>(w.data) + panel * w.panel_elements();
+            for (i64 k = 0; k < w.k; ++k) row[k] = in[packed_offset(w, column, k)];
+        } else {
+            const bf16* in = static_cast<const bf16*>(w.data) + panel * w.panel_elements();
+            for (i64 k = 0; k < w.k; ++k) row[k] = to_float(in[packed_offset(w, column, k)]);
+        }
+    });
+}
+
+// x as rows of T with a zero tail up to k_padded: in place where that is what it is, else a copy.
+template <class T>
+struct Activations {
+    const T* data;
+    i64 stride;
+};
+
+template <class T>
+Activations<T> activations(const Matrix& x, i64 k_needed, i64 k_padded) {
+    const bool same = (x.dtype == DType::f32) == (sizeof(T) == 4);
+    if (same && x.cols == k_needed) return {x.row<T>(0), x.stride};
+    T* copy = static_cast<T*>(
+        scratch(Scratch::activations, x.rows * k_padded * static_cast<i64>(sizeof(T))));
+    with_type(x.dtype, [&](auto* type) {
+        using X = std::remove_pointer_t<decltype(type)>;
+        parallel_for(x.rows, row_grain(x.cols), [&](i64 r) {
+            const X* in = x.row<X>(r);
+            T* out = copy + r * k_padded;
+            i64 k = 0;
+            for (; k + VF::W <= x.cols; k += VF::W) store(out + k, load(in + k));
+            if (k < x.cols) store_n(out + k, load_n(in + k, x.cols - k), x.cols - k);
+            for (k = x.cols; k < k_padded; ++k) out[k] = T{};
+        });
+    });
+    return {copy, k_padded};
+}
+
+inline void store_columns(const Matrix& out, i64 row, i64 column, VF value) {
+    const i64 count = min64(VF::W, out.cols - column);
+    if (count <= 0) return;
+    if (out.dtype == DType::f32) {
+        float* at = out.row<float>(row) + column;
+        count == VF::W ? store(at, value) : store_n(at, value, count);
+    } else {
+        bf16* at = out.row<bf16>(row) + column;
+        count == VF::W ? store(at, value) : store_n(at, value, count);
+    }
+}
+
+// How a product is cut into tasks: blocks of rows by chunks of panels.
+struct Cut {
+    i64 block_rows, num_blocks, chunk_panels, num_chunks;
+};
+
+inline Cut cut(i64 m, const PackedWeight& w, i64 max_block_rows, i64 panel_multiple) {
+    Cut c;
+    c.num_blocks = ceil_div(m, max_block_rows);
+    c.block_rows = ceil_div(m, c.num_blocks);
+    // Chunks of half a megabyte of weights at most (so that they stay in the second cache), and enough of them to share out evenly; at
+    // least 2^18 multiply-adds, below which handing over costs more than it brings.
+    const i64 panels = w.num_panels();
+    const i64 by_size = max64(1, (i64{1} << 19) / (w.panel_elements() * item_size(w.dtype)));
+    const i64 by_share = max64(1, panels * c.num_blocks / (i64{6} * num_threads()));
+    const i64 least = ceil_div(i64{1} << 18, c.block_rows * w.panel_elements());
+    c.chunk_panels = round_up(max64(min64(by_size, by_share), least), panel_multiple);
+    if (num_threads() == 1) c.chunk_panels = round_up(by_size, panel_multiple);
+    c.num_chunks = ceil_div(panels, c.chunk_panels);
+    return c;
+}
+
+template <class D>
+struct Product {
+    Activations<typename D::A> x;
+    PackedWeight w;
+    Matrix out;
+    i64 num_pairs;
+};
+
+template <class D, int R, int PN, int CV>
+void product_tile(const Product<D>& p, i64 row, i64 panel, i64 column) {
+    VF acc[R][PN * CV];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < PN * CV; ++c) acc[r][c] = zero();
+    }
+    const i64 panel_stride = p.w.panel_elements();
+    const auto* b = static_cast<const typename D::B*>(p.w.data) + panel * panel_stride;
+    micro<D, R, PN, CV>(p.x.data + row * p.x.stride, p.x.stride, &b, 1, p.num_pairs, kPanel,
+                        panel_stride, column, acc);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < PN * CV; ++c) {
+            const i64 at = (panel + c / CV) * kPanel + column + (c % CV) * VF::W;
+            store_columns(p.out, row + r, at, acc[r][c]);
+        }
+    }
+}
+
+template <class D>
+void product_rows(const Product<D>& p, i64 row, i64 count, i64 panel, i64 num_panels) {
+    for_row_tiles(count, [&](i64 offset, auto rows) {
+        constexpr int R = decltype(rows)::value, CV = vecs_of(R), PN = panels_of(R);
+        for (i64 column = 0; column < kPanel; column += CV * VF::W) {
+            if (num_panels == PN) {
+                product_tile<D, R, PN, CV>(p, row + offset, panel, column);
+            } else {
+                for (i64 i = 0; i < num_panels; ++i) {
+                    product_tile<D, R, 1, CV>(p, row + offset, panel + i, column);
+                }
+            }
+        }
+    });
+}
+
+template <class D>
+void linear_as(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+    Product<D> p{activations<typename D::A>(x, round_up(w.k, 2), w.k_padded), w, out,
+                 ceil_div(w.k, 2)};
+    // A block of rows stays in the second cache while panels pass by.
+    const i64 row_bytes = w.k_padded * static_cast<i64>(sizeof(typename D::A));
+    const i64 max_rows = round_up(max64(kMaxRows, (i64{768} << 10) / row_bytes), kMaxRows);
+    const i64 together = panels_of(static_cast<int>(min64(x.rows, kMaxRows)));
+    const Cut c = cut(x.rows, w, max_rows, together);
+    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
+        const i64 row = task / c.num_chunks * c.block_rows;
+        const i64 first = task % c.num_chunks * c.chunk_panels;
+        const i64 last = min64(first + c.chunk_panels, w.num_panels());
+        for (i64 panel = first; panel < last; panel += together) {
+            product_rows(p, row, min64(c.block_rows, x.rows - row), panel,
+                         min64(together, last - panel));
+        }
+    });
+}
+
+#if defined(__AMX_BF16__)
+inline void linear_amx(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+    const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
+    const i64 max_rows = round_up(max64(32, (i64{1} << 19) / (w.k_padded * 2)), 32);
+    const Cut c = cut(x.rows, w, max_rows, x.rows <= 16 ? 2 : 1);
+    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
+        const i64 row = task / c.num_chunks * c.block_rows;
+        const i64 first = task % c.num_chunks * c.chunk_panels;
+        const i64 last = min64(first + c.chunk_panels, w.num_panels());
+        const i64 end = min64(row + c.block_rows, x.rows);
+        amx_product(a.data, a.stride, row, end, w, first, last, out);
+    });
+}
+#endif
+
+inline void linear(Matrix x, PackedWeight w, Matrix out) {
+    if (x.rows == 0) return;
+    if (w.dtype == DType::f32) {
+        linear_as<DotF32>(x, w, out);
+        return;
+    }
+#if defined(__AMX_BF16__)
+    linear_amx(x, w, out);
+#else
+    linear_as<DotPacked>(x, w, out);
+#endif
+}
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,0 +1,24 @@
+// One instruction-set level: this file is compiled once per level, with that level's flags and with
+// OCTAVO_LEVEL naming its namespace.
+#include "attention.hpp"
+#include "elementwise.hpp"
+#include "gemm.hpp"
+
+#define OCTAVO_TEXT_OF(name) #name
+#define OCTAVO_TEXT(name) OCTAVO_TEXT_OF(name)
+
+namespace octavo::OCTAVO_LEVEL {
+
+extern const Level level;
+const Level level = {OCTAVO_TEXT(OCTAVO_LEVEL),
+                     pack,
+                     linear,
+                     embedding,
+                     rms_norm,
+                     rotary,
+                     cache_write,
+                     attention,
+                     silu_and_mul,
+                     copy_rows};
+
+}  // namespace octavo::OCTAVO_LEVEL

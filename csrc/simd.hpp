@@ -1,0 +1,129 @@
+// The vector type of this level, what is built on it alone, and the three kinds of dot product.
+#pragma once
+
+#include <type_traits>
+
+#include "threads.hpp"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#include "simd_avx512.hpp"
+#elif defined(__AVX2__) && defined(__FMA__)
+#include "simd_avx2.hpp"
+#else
+#include "simd_portable.hpp"
+#endif
+
+namespace octavo::OCTAVO_LEVEL {
+
+// exp, about 1 ulp; exactly 0 below -87.3 (so also for -inf), saturated above 88; a NaN stays one.
+inline VF exp(VF x) {
+    const VF bounded = min(set1(88.0f), max(set1(-87.3f), x));
+    const VF n = round(mul(bounded, set1(1.44269504088896341f)));
+    VF r = fma(n, set1(-0.693359375f), bounded);
+    r = fma(n, set1(2.12194440e-4f), r);
+    VF p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = add(fma(p, mul(r, r), r), set1(1.0f));
+    return zero_below(mul(p, pow2(n)), x, -87.3f);
+}
+
+// Kinds of dot product. A kind says how activations (A) and weights (B) are stored, and adds the
+// products of one pair of K to an accumulator, always the even k before the odd one.
+// Weights of one pair and W columns: B [2] or [k][ldb]; column c of pair k2.
+
+// float32 weights, float32 activations.
+struct DotF32 {
+    using A = float;
+    using B = float;
+    static constexpr int kSteps = 2;  // multiply-adds of one pair
+    static constexpr DType kWeights = DType::f32;
+    static const B* at(const B* b, i64 ldb, i64 k2, i64 column) { return b + 2 * k2 * ldb + column; }
+    template <int Step>
+    static VF weights(const B* at, i64 ldb) {
+        return load(at + Step * ldb);
+    }
+    template <int Step>
+    static VF step(const A* a, VF w, VF acc) {
+        return fma(set1(a[Step]), w, acc);
+    }
+};
+
+// bf16 weights widened to float32 in registers, float32 activations.
+struct DotWiden {
+    using A = float;
+    using B = bf16;
+    static constexpr int kSteps = 2;
+    static constexpr DType kWeights = DType::bf16;
+    static const B* at(const B* b, i64 ldb, i64 k2, i64 column) {
+        return b + 2 * (k2 * ldb + column);
+    }
+    template <int Step>
+    static VF weights(const B* at, i64) {
+        return Step == 0 ? even_of(load_pairs(at)) : odd_of(load_pairs(at));
+    }
+    template <int Step>
+    static VF step(const A* a, VF w, VF acc) {
+        return fma(set1(a[Step]), w, acc);
+    }
+};
+
+#if defined(__AVX512BF16__)
+// bf16 weights and activations, one instruction a pair.
+struct DotBf16 {
+    using A = bf16;
+    using B = bf16;
+    static constexpr int kSteps = 1;
+    static constexpr DType kWeights = DType::bf16;
+    static const B* at(const B* b, i64 ldb, i64 k2, i64 column) {
+        return b + 2 * (k2 * ldb + column);
+    }
+    template <int Step>
+    static VF weights(const B* at, i64) {
+        return {_mm512_castsi512_ps(load_pairs(at).v)};
+    }
+    template <int Step>
+    static VF step(const A* a, VF w, VF acc) {
+        int pair;
+        std::memcpy(&pair, a, 4);
+        const __m512i x = _mm512_set1_epi32(pair);
+        return {_mm512_dpbf16_ps(acc.v, (__m512bh)x, (__m512bh)w.v)};
+    }
+};
+#endif
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+using DotPacked = DotBf16;
+#else
+// Machines with AMX issue the bf16 dot product at half the rate of a float32 FMA (measured on
+// Sapphire Rapids: 109 against 217 GFLOP/s a core), so what AMX does not do is done by FMA.
+using DotPacked = DotWiden;
+#endif
+
+template <class F>
+void parallel_for(i64 num_tasks, i64 grain, F body) {
+    run_tasks(
+        num_tasks, grain < 1 ? 1 : grain,
+        [](void* context, i64 begin, i64 end) {
+            F& call = *static_cast<F*>(context);
+            for (i64 i = begin; i < end; ++i) call(i);
+        },
+        &body);
+}
+
+// Chunks of rows worth waking a thread for.
+inline i64 row_grain(i64 columns) { return max64(1, 16384 / max64(columns, 1)); }
+
+template <class F>
+void with_type(DType dtype, F body) {
+    if (dtype == DType::f32) {
+        body(static_cast<float*>(nullptr));
+    } else {
+        body(static_cast<bf16*>(nullptr));
+    }
+}
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,0 +1,176 @@
+#include "threads.hpp"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+namespace octavo {
+namespace {
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Workers spin this long for the next op of a step, then sleep: an idle server burns no CPU.
+constexpr auto kSpin = std::chrono::microseconds(60);
+
+class Team {
+public:
+    ~Team() { resize(1); }
+
+    int size() const { return size_.load(std::memory_order_relaxed); }
+
+    void resize(int count) {
+        std::lock_guard<std::mutex> busy(run_mutex_);
+        {
+            std::lock_guard<std::mutex> lock(sleep_mutex_);
+            stop_.store(true);
+        }
+        wake_.notify_all();
+        for (std::thread& worker : workers_) worker.join();
+        workers_.clear();
+        stop_.store(false);
+        size_.store(count);
+        const std::uint64_t seen = gate_.load() & kEpochMask;
+        for (int i = 1; i < count; ++i) workers_.emplace_back([this, seen] { work(seen); });
+    }
+
+    void run(i64 num_tasks, i64 grain, TaskFn fn, void* context) {
+        std::unique_lock<std::mutex> busy(run_mutex_, std::defer_lock);
+        if (num_tasks <= grain || size() == 1 || !busy.try_lock()) {
+            if (num_tasks > 0) fn(context, 0, num_tasks);
+            return;
+        }
+        num_tasks_ = num_tasks;
+        grain_ = grain;
+        fn_ = fn;
+        context_ = context;
+        next_.store(0, std::memory_order_relaxed);
+        const std::uint64_t epoch = (gate_.load() & kEpochMask) + kEpochStep;
+        gate_.store(epoch | kOpen);
+        if (num_sleeping_.load() > 0) {
+            { std::lock_guard<std::mutex> lock(sleep_mutex_); }
+            wake_.notify_all();
+        }
+        share();
+        // Close the gate, then wait only for workers that came in: one that a busy neighbour keeps
+        // off its core never delays the op.
+        gate_.fetch_and(~kOpen);
+        for (int spins = 0; (gate_.load(std::memory_order_acquire) & kInsideMask) != 0; ++spins) {
+            if (spins < 4000) {
+                relax();
+            } else {
+                std::this_thread::yield();
+            }
+        }
+    }
+
+private:
+    // gate_: epoch of the job | open bit | workers inside.
+    static constexpr std::uint64_t kInsideMask = 0xffff;
+    static constexpr std::uint64_t kOpen = 1u << 16;
+    static constexpr std::uint64_t kEpochStep = 1u << 17;
+    static constexpr std::uint64_t kEpochMask = ~(kEpochStep - 1);
+
+    void share() {
+        for (;;) {
+            const i64 begin = next_.fetch_add(grain_, std::memory_order_relaxed);
+            if (begin >= num_tasks_) return;
+            fn_(context_, begin, min64(begin + grain_, num_tasks_));
+        }
+    }
+
+    bool is_news(std::uint64_t seen) const {
+        return (gate_.load() & kEpochMask) != seen || stop_.load();
+    }
+
+    void work(std::uint64_t seen) {
+        for (;;) {
+            wait_for_news(seen);
+            if (stop_.load()) return;
+            std::uint64_t gate = gate_.load();
+            seen = gate & kEpochMask;
+            while ((gate & kOpen) != 0 && (gate & kEpochMask) == seen) {
+                if (!gate_.compare_exchange_weak(gate, gate + 1)) continue;
+                share();
+                gate_.fetch_sub(1, std::memory_order_release);
+                break;
+            }
+        }
+    }
+
+    void wait_for_news(std::uint64_t seen) {
+        const auto until = std::chrono::steady_clock::now() + kSpin;
+        do {
+            for (int i = 0; i < 32; ++i) {
+                if (is_news(seen)) return;
+                relax();
+            }
+        } while (std::chrono::steady_clock::now() < until);
+        std::unique_lock<std::mutex> lock(sleep_mutex_);
+        num_sleeping_.fetch_add(1);
+        wake_.wait(lock, [&] { return is_news(seen); });
+        num_sleeping_.fetch_sub(1);
+    }
+
+    std::mutex run_mutex_;
+    std::mutex sleep_mutex_;
+    std::condition_variable wake_;
+    std::vector<std::thread> workers_;
+    std::atomic<int> size_{1};
+    std::atomic<bool> stop_{false};
+    std::atomic<int> num_sleeping_{0};
+    i64 num_tasks_ = 0;
+    i64 grain_ = 1;
+    TaskFn fn_ = nullptr;
+    void* context_ = nullptr;
+    alignas(64) std::atomic<std::uint64_t> gate_{0};
+    alignas(64) std::atomic<i64> next_{0};
+};
+
+Team& team() {
+    static Team instance;
+    return instance;
+}
+
+struct Buffer {
+    void* data = nullptr;
+    i64 size = 0;
+    ~Buffer() { std::free(data); }
+};
+
+}  // namespace
+
+void run_tasks(i64 num_tasks, i64 grain, TaskFn fn, void* context) {
+    team().run(num_tasks, grain, fn, context);
+}
+
+int num_threads() { return team().size(); }
+
+void set_num_threads(int count) {
+    if (count != team().size()) team().resize(count);
+}
+
+void* scratch(Scratch slot, i64 bytes) {
+    static thread_local Buffer buffers[static_cast<int>(Scratch::count)];
+    Buffer& buffer = buffers[static_cast<int>(slot)];
+    if (buffer.size < bytes) {
+        std::free(buffer.data);
+        buffer.size = 0;
+        buffer.data = std::aligned_alloc(64, static_cast<std::size_t>(round_up(bytes, 4096)));
+        if (buffer.data == nullptr) throw std::bad_alloc();
+        buffer.size = round_up(bytes, 4096);
+    }
+    return buffer.data;
+}
+
+}  // namespace octavo

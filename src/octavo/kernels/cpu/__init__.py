@@ -1,0 +1,25 @@
+"""The CPU backend: C++ kernels (csrc/), one build per instruction-set level, chosen at run time."""
+
+from __future__ import annotations
+
+from .isa import available_levels, choose_level
+from .ops import CpuKernels, resolve_dtype
+from .threads import available_cpus, set_threads
+
+__all__ = ["CpuKernels", "available_cpus", "available_levels", "make_kernels"]
+
+
+def make_kernels(
+    threads: int | None = None, isa: str | None = None, dtype: str = "auto"
+) -> CpuKernels:
+    """Make the op table of this machine.
+
+    threads: size of the process-wide team (None: every CPU that this process may use).
+    isa: a level of available_levels() (None: the environment's OCTAVO_ISA, else the best).
+    dtype: of activations, weights and KV cache; "auto" is bfloat16.
+    Raises ConfigError.
+    """
+    level = choose_level(isa)
+    resolved = resolve_dtype(dtype)
+    set_threads(threads)
+    return CpuKernels(level, resolved)

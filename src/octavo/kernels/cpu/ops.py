@@ -1,0 +1,132 @@
+"""The op table over the native module: views, no copies. Shapes are checked by the bindings."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+
+from ...errors import ConfigError
+from ..api import Arena, Array, KVCache, Linear
+from ..arena import NumpyArena
+from . import _native
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT32 = np.dtype(np.float32)
+_BITS = np.dtype(np.uint16)
+
+
+def resolve_dtype(dtype: str) -> np.dtype[Any]:
+    """numpy dtype of activations: "auto" and "bfloat16", or "float32". Raises ConfigError."""
+    if dtype in ("auto", "bfloat16"):
+        return BFLOAT16
+    if dtype == "float32":
+        return FLOAT32
+    raise ConfigError("dtype", dtype, "auto, bfloat16 or float32 on the cpu backend")
+
+
+def _raw(x: Array) -> Array:
+    """`x` as the bindings take it: the buffer protocol knows no bfloat16, so its bits."""
+    return x.view(_BITS) if x.dtype == BFLOAT16 else x
+
+
+class CpuKernels:
+    """kernels.api.Kernels on the CPU, at one instruction-set level and one dtype."""
+
+    name = "cpu"
+
+    def __init__(self, level: str, dtype: np.dtype[Any]) -> None:
+        self.isa = level
+        self.dtype: Any = dtype
+        self._ops = _native.Ops(level, dtype == FLOAT32)
+
+    def describe(self) -> dict[str, str]:
+        """What runs, for the start-up report."""
+        return {
+            "backend": self.name,
+            "isa": self.isa,
+            "threads": str(_native.num_threads()),
+            "dtype": str(self.dtype),
+        }
+
+    def make_arena(self) -> Arena:
+        """Scratch memory for a step."""
+        return NumpyArena()
+
+    def pack_linear(self, weight: Array) -> Linear:
+        """float32 [N, K] into panels of 32 output columns, in parallel."""
+        return cast(Linear, self._ops.pack_linear(weight))
+
+    def pack_vector(self, weight: Array) -> Array:
+        """A norm weight [H] as a float32 array of its own."""
+        return np.array(weight, dtype=np.float32, order="C")
+
+    def allocate_kv_cache(
+        self, *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> KVCache:
+        """Map the pool; a page becomes resident when it is first written."""
+        return cast(
+            KVCache,
+            self._ops.allocate_kv_cache(
+                num_layers, num_blocks, block_size, num_kv_heads, head_dim
+            ),
+        )
+
+    def kv_bytes_per_token(self, *, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of the pool that one token takes, over all layers (head_dim padded to 16)."""
+        return self._ops.kv_bytes_per_token(num_layers, num_kv_heads, head_dim)
+
+    def embedding(self, input_ids: Array, weight: Linear, out: Array) -> None:
+        """out[T, H] float32 = rows of the packed weight [V, H]."""
+        self._ops.embedding(input_ids, weight, out)
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+        """out[T, H] = x * rsqrt(mean(x^2) + eps) * weight."""
+        self._ops.rms_norm(_raw(x), weight, eps, _raw(out))
+
+    def fused_add_rms_norm(
+        self, x: Array, residual: Array, weight: Array, eps: float, out: Array
+    ) -> None:
+        """residual[T, H] += x, then out = rms_norm(residual)."""
+        self._ops.fused_add_rms_norm(_raw(x), residual, weight, eps, _raw(out))
+
+    def linear(self, x: Array, weight: Linear, out: Array) -> None:
+        """out[T, N] = x[T, K] @ weight[N, K]^T."""
+        self._ops.linear(_raw(x), weight, _raw(out))
+
+    def rotary_embedding(
+        self, positions: Array, query: Array, key: Array, cos_sin_cache: Array
+    ) -> None:
+        """Rotate query [T, NH, D] and key [T, KH, D] in place."""
+        self._ops.rotary_embedding(positions, _raw(query), _raw(key), cos_sin_cache)
+
+    def reshape_and_cache(
+        self, key: Array, value: Array, kv_cache: KVCache, layer: int, slot_mapping: Array
+    ) -> None:
+        """Write key, value [T, KH, D] into their slots of one layer."""
+        self._ops.reshape_and_cache(_raw(key), _raw(value), kv_cache, layer, slot_mapping)
+
+    def paged_attention(
+        self,
+        query: Array,
+        kv_cache: KVCache,
+        layer: int,
+        block_table: Array,
+        query_start_loc: Array,
+        seq_lens: Array,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """Causal attention of query [T, NH, D] over paged K/V into out [T, NH * D]."""
+        self._ops.paged_attention(
+            _raw(query), kv_cache, layer, block_table, query_start_loc, seq_lens, scale, _raw(out)
+        )
+
+    def silu_and_mul(self, gate_up: Array, out: Array) -> None:
+        """out[T, I] = silu(gate_up[:, :I]) * gate_up[:, I:]."""
+        self._ops.silu_and_mul(_raw(gate_up), _raw(out))
+
+    def gather_rows(self, x: Array, indices: Array, out: Array) -> None:
+        """out[S, H] = x[indices]."""
+        self._ops.gather_rows(_raw(x), indices, _raw(out))
