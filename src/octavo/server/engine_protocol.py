@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..checkpoint import GenerationDefaults
@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class AnswerStream(AsyncIterator[StreamEvent], Protocol):
+class AnswerStream(Protocol):
     """Events of one request, its n answers interleaved.
 
     Ends after each index had an event with a finish_reason.
@@ -77,6 +77,10 @@ class AnswerStream(AsyncIterator[StreamEvent], Protocol):
 
     @property
     def seed(self) -> int: ...
+
+    def __aiter__(self) -> AnswerStream: ...
+
+    async def __anext__(self) -> StreamEvent: ...
 
     def abort(self) -> None:
         """End the request now and free its blocks within a step. May be called twice."""
