@@ -82,7 +82,7 @@ class Piece:
     stop_reason: int | str | None = None
     error: str | None = None
     num_hidden: int = 0
-    """Generated tokens that are not shown, such as a stop id."""
+    """Tokens generated in this step, less those in token_ids: 1 for a stop id or a held token."""
 
 
 Script = Callable[[list[int], SamplingParams, int], Iterator[Piece]]
@@ -114,7 +114,7 @@ def random_script(prompt: list[int], params: SamplingParams, index: int) -> Iter
     held: list[int] = []
     for count in range(1, limit + 1):
         if not params.ignore_eos and count > params.min_tokens and rng.random() < 0.02:
-            yield _with_logprobs(decoder.decode(b"", True), held, params, rng, "stop", 1)
+            yield _with_logprobs(decoder.decode(b"", True), held, params, rng, "stop")
             return
         if not pending:
             pending = list(rng.choice(ALPHABET).encode())
@@ -131,11 +131,11 @@ def _with_logprobs(
     params: SamplingParams,
     rng: random.Random,
     finish_reason: str | None,
-    num_hidden: int = 0,
 ) -> Piece:
+    """One step generates one token, whether it is shown now, later or never."""
     count = params.logprobs
     logprobs = () if count is None else tuple(make_logprobs(i, count, rng) for i in ids)
-    return Piece(text, tuple(ids), logprobs, finish_reason, num_hidden=num_hidden)
+    return Piece(text, tuple(ids), logprobs, finish_reason, num_hidden=1 - len(ids))
 
 
 def scripted(*pieces: Piece) -> Script:

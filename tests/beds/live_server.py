@@ -145,13 +145,12 @@ def read_all(connection: socket.socket) -> bytes:
 
 def dechunk(raw: bytes) -> tuple[int, str]:
     """Status and body of a raw answer in chunked encoding."""
-    head, _, rest = raw.partition(b"\r\n\r\n")
-    body = b""
-    while rest:
-        size, _, rest = rest.partition(b"\r\n")
-        length = int(size, 16)
-        if not length:
-            break
-        body += rest[:length]
-        rest = rest[length + 2 :]
-    return int(head.split()[1]), body.decode()
+    head, _, _ = raw.partition(b"\r\n\r\n")
+    at = len(head) + 4
+    parts = []
+    while at < len(raw):
+        end = raw.index(b"\r\n", at)
+        length = int(raw[at:end], 16)
+        parts.append(raw[end + 2 : end + 2 + length])
+        at = end + length + 4
+    return int(head.split()[1]), b"".join(parts).decode()

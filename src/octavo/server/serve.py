@@ -33,11 +33,11 @@ def bind(host: str, port: int) -> socket.socket:
     It listens at once, so that the port is ours while the model loads; clients that come
     earlier wait.
     """
+    if not 0 <= port <= 65535:
+        raise OctavoError(f"port {port} is no port: choose one from 1 to 65535")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OverflowError:
-        raise OctavoError(f"port {port} is no port: choose one from 1 to 65535") from None
     except socket.gaierror:
         raise OctavoError(f"host {host} is unknown: use an address of this machine") from None
     except OSError as error:
