@@ -101,17 +101,31 @@ class LiveServer:
         assert not self._thread.is_alive(), "the server did not end"
         self._listener.close()
 
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+        connection = socket.socket()
+        connection.settimeout(10)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        try:
+            connection.connect(("127.0.0.1", self.port))
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
-    def send(self, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    def send(
+        self,
+        body: dict[str, Any],
+        path: str = "/v1/completions",
+        receive_buffer: int | None = None,
+    ) -> socket.socket:
         """POST over a raw socket; the answer is left unread."""
         data = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             f"content-length: {len(data)}\r\nconnection: close\r\n\r\n"
         )
-        connection = self.connect()
+        connection = self.connect(receive_buffer)
         connection.sendall(head.encode() + data)
         return connection
 

@@ -272,7 +272,9 @@ def test_a_request_of_many_prompts_is_taken_whole_or_not_at_all() -> None:
 
 def test_tokens_to_text_and_back(client: AppClient) -> None:
     text = "hé 漢\n<|im_end|>"
-    body = strict_json(client.post("/tokenize", {"prompt": text, "return_token_strs": True}).content)
+    body = strict_json(
+        client.post("/tokenize", {"prompt": text, "return_token_strs": True}).content
+    )
     assert body["tokens"] == list(text.encode())
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
     assert body["max_model_len"] == 512

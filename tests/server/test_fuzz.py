@@ -32,8 +32,12 @@ FIELDS = sorted(
     }
 )
 
-numbers = st.sampled_from([0, 1, -1, 2, 5, 20, 21, 259, 600, 2**31, 2**63, 10**40, 0.5, -1.5, 1e300])
-texts = st.sampled_from(["", "a", "hi", "é😀", "\x00", "text", "left", "auto", "fake/model", "user"])
+numbers = st.sampled_from(
+    [0, 1, -1, 2, 5, 20, 21, 259, 600, 2**31, 2**63, 10**40, 0.5, -1.5, 1e300]
+)
+texts = st.sampled_from(
+    ["", "a", "hi", "é😀", "\x00", "text", "left", "auto", "fake/model", "user"]
+)
 leaves = st.none() | st.booleans() | numbers | texts
 names = st.sampled_from(["type", "text", "role", "content", "name", "1", "-1", "include_usage"])
 values = st.recursive(

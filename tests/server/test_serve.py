@@ -88,7 +88,9 @@ class Program:
     def open_stream(self, max_tokens: int) -> socket.socket:
         connection = self.connect()
         data = b'{"prompt": "a", "stream": true, "ignore_eos": true, "max_tokens": %d}' % max_tokens
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d"
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d"
+        )
         connection.sendall(head % len(data) + b"\r\n\r\n" + data)
         return connection
 

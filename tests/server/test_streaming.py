@@ -212,7 +212,10 @@ def test_impossible_tokens_have_a_finite_floor(worst: float, streamed: bool) -> 
     logprob = entry(b"a", worst, (entry(b"b", -0.5), entry(b"c", worst)))
     pieces = (Piece("a", (97,), (logprob,), "length"),)
     client = AppClient(FakeEngine(scripted(*pieces)))
-    for path, extra in ((CHAT, {"logprobs": True, "top_logprobs": 2}), (COMPLETIONS, {"logprobs": 2})):
+    for path, extra in (
+        (CHAT, {"logprobs": True, "top_logprobs": 2}),
+        (COMPLETIONS, {"logprobs": 2}),
+    ):
         if streamed:
             found = joined(stream(client, path, **extra))[0]["logprobs"]
         else:
