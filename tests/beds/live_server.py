@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from beds.fake_engine import FakeEngine
 
+from beds.fake_engine import FakeEngine
 from octavo.server.app import make_app
 from octavo.server.serve import DrainingServer, bind, make_server
 

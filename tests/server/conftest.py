@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from beds.fake_engine import FakeEngine
 from beds.live_server import AppClient
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from beds.fake_engine import FakeEngine, FakeTokenizer
-from beds.live_server import AppClient, strict_json
 
 import octavo
+from beds.fake_engine import FakeEngine, FakeTokenizer
+from beds.live_server import AppClient, strict_json
 from octavo.errors import ConfigError, EngineDead, QueueFull
 from octavo.server.app import make_app
 

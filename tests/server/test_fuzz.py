@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from beds.fake_engine import FakeEngine
-from beds.live_server import AppClient, sse_events, strict_json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from beds.fake_engine import FakeEngine
+from beds.live_server import AppClient, sse_events, strict_json
 from octavo.server.protocol import (
     HARMLESS_FIELDS,
     NOT_YET_FIELDS,

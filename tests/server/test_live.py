@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
 from beds.fake_engine import FakeEngine, Piece, scripted
 from beds.live_server import (
     LiveServer,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beds.live_server import dechunk, sse_events, wait_until
 
+from beds.live_server import dechunk, sse_events, wait_until
 from octavo.errors import ModelLoadError, OctavoError
 from octavo.server.serve import bind, serve
 

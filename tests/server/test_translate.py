@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from beds.fake_engine import FakeEngine
 from beds.live_server import AppClient
-
 from octavo.errors import ConfigError
 from octavo.server.app import make_app
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
+
 from beds.fake_engine import FakeEngine, FakeTokenizer
 from beds.live_server import AppClient, strict_json
-
 from octavo.server.prompts import MAX_PROMPTS
 
 
@@ -137,7 +137,7 @@ def test_messages_that_say_nothing_are_refused(client: AppClient, messages: Any)
 
 
 def test_messages_as_clients_really_send_them(client: AppClient) -> None:
-    """Parts of text, a name of null, empty tool_calls, and OpenAI's newer name for system."""
+    """Parts of text, a name of null, empty tool_calls, OpenAI's newer name for system."""
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "be"}, "brief"]},
         {"role": "user", "content": "hi", "name": None},

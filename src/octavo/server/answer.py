@@ -52,15 +52,14 @@ class Answer:
         self._complete = False
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all jobs or none. Raises what Engine.submit raises, and ClientGone after abort."""
+        """Queue all jobs. Raises what Engine.submit raises, and ClientGone after abort.
+
+        After an error some jobs may be queued already: `abort` takes them back.
+        """
         if self.gone:
             raise ClientGone
-        try:
-            for job in jobs:
-                self.streams.append(self._submit(job))
-        except BaseException:
-            self.abort()
-            raise
+        for job in jobs:
+            self.streams.append(self._submit(job))
 
     def _submit(self, job: Job) -> AnswerStream:
         if job.params.max_tokens == 0:

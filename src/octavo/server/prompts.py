@@ -60,8 +60,8 @@ def _token_ids(ids: list[Any]) -> list[int]:
 def parse_messages(value: Any) -> list[dict[str, Any]]:
     """Messages of a chat, each as {"role", "content": str} plus "name" if it has one.
 
-    Parts of type text are joined with newlines; the role developer is OpenAI's newer name for
-    system, and becomes that. Raises RequestError that says which message is at fault.
+    Parts of type text are joined with newlines. Raises RequestError that says which message is
+    at fault.
     """
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list of at least one message", param="messages")
@@ -79,7 +79,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         if value.get(name):
             raise RequestError(f"{where}.{name} is not supported yet", param="messages")
     message = {
-        "role": "system" if role == "developer" else role,
+        "role": role,
         "content": _content(value.get("content"), where),
     }
     if isinstance(value.get("name"), str):
