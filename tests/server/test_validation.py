@@ -147,9 +147,8 @@ def test_messages_as_clients_really_send_them(client: AppClient) -> None:
     assert client.chat(messages=messages).status_code == 200
     ids = client.engine.submitted[0].prompt
     text = client.engine.tokenizer.decode(ids, skip_special_tokens=False)
-    assert text.startswith(
-        "<|im_start|>system\nbe\nbrief<|im_end|>\n<|im_start|>user\nhi<|im_end|>"
-    )
+    first = "<|im_start|>developer\nbe\nbrief<|im_end|>\n"
+    assert text.startswith(first + "<|im_start|>user\nhi<|im_end|>")
     assert text.endswith("<|im_start|>user\n<|im_end|><|im_end|>\n<|im_start|>assistant\n")
     assert ids.count(257) == 4  # what the user typed is text, not a fifth end of a turn
 
