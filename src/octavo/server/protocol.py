@@ -1,0 +1,324 @@
+"""What a request may say: bodies of /v1/completions and /v1/chat/completions, checked.
+
+null means the default. Types are taken strictly (true is not 1, "3" is not 3). A field that nobody
+knows is ignored with a log line; one that is known, but would change an answer in a way not built
+yet, is refused: better a clear no than an answer to another question.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import RequestError
+from ..sampling_params import MAX_LOGPROBS
+from .prompts import parse_messages, parse_prompt
+
+logger = logging.getLogger("octavo.server")
+
+SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
+    "allowed_token_ids",
+)
+"""Passed on as they are: SamplingParams checks them."""
+
+SAMPLING_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+
+HARMLESS_FIELDS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_interval"),
+        *("kv_transfer_params", "vllm_xargs", "request_id", "session_id", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prediction", "verbosity"),
+        *("reasoning_effort", "include_reasoning", "spaces_between_special_tokens"),
+        *("length_penalty", "early_stopping", "mm_processor_kwargs"),
+    }
+)
+"""Known, and without effect on an answer here."""
+
+NOT_YET_FIELDS = frozenset(
+    {
+        *("suffix", "use_beam_search", "bad_words", "prompt_logprobs", "logprob_token_ids"),
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("thinking_token_budget", "repetition_detection", "return_prompt_text", "documents"),
+        *("chat_template", "prompt_embeds", "functions", "function_call", "audio"),
+        *("web_search_options", "logits_processors"),
+    }
+)
+"""Known, but not built: refused unless the value asks for nothing (false, "", [], {})."""
+
+MAX_SALT_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """What both routes share."""
+
+    model: str | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Fields of SamplingParams that the client set, under their names there."""
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    truncate_prompt_tokens: int | None = None
+    """Prompt tokens to keep; -1: what the model's length leaves."""
+    truncate_left: bool = True
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(GenerateRequest):
+    """POST /v1/completions."""
+
+    prompts: list[str] | list[list[int]]
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(GenerateRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Fields:
+    """Reads one JSON object field by field, and knows at the end which were never asked for."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.body = body
+        self.known: set[str] = {"model"}
+
+    def take(self, name: str) -> Any:
+        """The value as sent; None if it is null or missing."""
+        self.known.add(name)
+        return self.body.get(name)
+
+    def _typed(self, name: str, wanted: str, is_right: Callable[[Any], bool]) -> Any:
+        value = self.take(name)
+        if value is not None and not is_right(value):
+            raise RequestError(f"{name} is {value!r}, but must be {wanted}", param=name)
+        return value
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        value = self._typed(name, "true or false", lambda x: type(x) is bool)
+        return default if value is None else bool(value)
+
+    def integer(self, name: str) -> int | None:
+        value: int | None = self._typed(name, "a whole number", lambda x: type(x) is int)
+        return value
+
+    def string(self, name: str) -> str | None:
+        value: str | None = self._typed(name, "a string", lambda x: type(x) is str)
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        return self._typed(name, "an object", lambda x: type(x) is dict) or {}
+
+    def refuse_not_yet(self) -> None:
+        """Raises RequestError for a field whose effect is not built and is asked for."""
+        self.known |= NOT_YET_FIELDS | HARMLESS_FIELDS
+        for name in sorted(NOT_YET_FIELDS & self.body.keys()):
+            if not asks_for_nothing(self.body[name]):
+                raise not_yet(name)
+
+    def log_unknown(self) -> None:
+        """One line for all fields that nobody read."""
+        unknown = [name[:64] for name in self.body if name not in self.known]
+        if unknown:
+            more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+            logger.info("ignored unknown request fields: %r%s", unknown[:10], more)
+
+
+def asks_for_nothing(value: object) -> bool:
+    """Whether a value is a way to say "no, thanks"."""
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
+
+
+def not_yet(what: str) -> RequestError:
+    """The refusal of a field that is known but not built."""
+    return RequestError(f"{what} is not supported yet", param=what)
+
+
+def parse_completion(body: dict[str, Any]) -> CompletionRequest:
+    """Check a body of /v1/completions. Raises RequestError that names the field."""
+    fields = Fields(body)
+    shared = _shared(fields)
+    sampling = shared["sampling"]
+    sampling.setdefault("max_tokens", None)
+    echo = fields.flag("echo")
+    logprobs = fields.integer("logprobs")
+    if logprobs is not None:
+        sampling["logprobs"] = logprobs
+        if echo:
+            raise RequestError("echo together with logprobs is not supported yet", param="echo")
+    if sampling["max_tokens"] == 0 and not echo:
+        text = "max_tokens is 0: nothing to generate; only echo=true may ask for that"
+        raise RequestError(text, param="max_tokens")
+    _check_best_of(fields.integer("best_of"), sampling.get("n", 1))
+    request = CompletionRequest(
+        **shared,
+        prompts=parse_prompt(fields.take("prompt")),
+        echo=echo,
+        add_special_tokens=fields.flag("add_special_tokens", default=True),
+    )
+    fields.log_unknown()
+    return request
+
+
+def parse_chat(body: dict[str, Any]) -> ChatRequest:
+    """Check a body of /v1/chat/completions. Raises RequestError that names the field."""
+    fields = Fields(body)
+    shared = _shared(fields)
+    sampling = shared["sampling"]
+    newer = fields.integer("max_completion_tokens")
+    if newer is not None:
+        sampling["max_tokens"] = newer
+    if sampling.get("max_tokens") == 0:
+        name = "max_tokens" if newer is None else "max_completion_tokens"
+        raise RequestError(f"{name} is 0: nothing to generate", param=name)
+    _chat_logprobs(fields, sampling)
+    _refuse_tools(fields)
+    for name in ("add_special_tokens", "echo"):
+        if fields.flag(name):
+            raise not_yet(name)
+    continues = fields.flag("continue_final_message")
+    generation_prompt = fields.flag("add_generation_prompt", default=not continues)
+    if continues and generation_prompt:
+        text = "add_generation_prompt and continue_final_message exclude each other"
+        raise RequestError(text, param="continue_final_message")
+    request = ChatRequest(
+        **shared,
+        messages=parse_messages(fields.take("messages")),
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continues,
+        template_kwargs=template_kwargs(fields.mapping("chat_template_kwargs")),
+    )
+    fields.log_unknown()
+    return request
+
+
+def template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Variables for the chat template. Raises RequestError for those that we set ourselves."""
+    ours = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    taken = ours | {"chat_template", "tokenize", "bos_token", "eos_token"}
+    for name in kwargs:
+        if name in taken:
+            text = f"chat_template_kwargs may not set {name}"
+            raise RequestError(text, param="chat_template_kwargs")
+    return kwargs
+
+
+def _shared(fields: Fields) -> dict[str, Any]:
+    """Arguments that both kinds of request have in common."""
+    fields.refuse_not_yet()
+    _check_response_format(fields)
+    sampling = {name: value for name in SAMPLING_FIELDS if (value := fields.take(name)) is not None}
+    for name in SAMPLING_FLAGS:
+        if fields.take(name) is not None:
+            sampling[name] = fields.flag(name)
+    bias = fields.mapping("logit_bias")
+    if bias:
+        sampling["logit_bias"] = _logit_bias(bias)
+    stream = fields.flag("stream")
+    options = Fields(fields.mapping("stream_options"))
+    if options.body and not stream:
+        raise RequestError("stream_options needs stream=true", param="stream_options")
+    return {
+        "model": fields.string("model"),
+        "sampling": sampling,
+        "stream": stream,
+        "include_usage": options.flag("include_usage"),
+        "continuous_usage": options.flag("continuous_usage_stats"),
+        "priority": fields.integer("priority") or 0,
+        "cache_salt": _cache_salt(fields.string("cache_salt")),
+        "truncate_prompt_tokens": _truncation(fields.integer("truncate_prompt_tokens")),
+        "truncate_left": _truncation_side(fields.string("truncation_side")),
+        "return_token_ids": fields.flag("return_token_ids"),
+        "tokens_as_ids": fields.flag("return_tokens_as_token_ids"),
+    }
+
+
+def _logit_bias(bias: dict[str, Any]) -> tuple[tuple[int, Any], ...]:
+    """JSON's string keys as token ids; the values are checked by SamplingParams."""
+    pairs = []
+    for key, value in bias.items():
+        # int() would also take " 1", "+1" and "1_0".
+        if not (key.isascii() and key.isdigit() and len(key) <= 18):
+            text = f"logit_bias has the key {key[:64]!r}, but keys must be token ids"
+            raise RequestError(text, param="logit_bias")
+        pairs.append((int(key), value))
+    return tuple(pairs)
+
+
+def _cache_salt(salt: str | None) -> str:
+    if salt is None:
+        return ""
+    if not salt or len(salt) > MAX_SALT_CHARS or any(c in "@/\\\0" for c in salt):
+        text = f"cache_salt must be 1 to {MAX_SALT_CHARS} characters, none of them @, /, \\ or NUL"
+        raise RequestError(text, param="cache_salt")
+    return salt
+
+
+def _truncation(keep: int | None) -> int | None:
+    if keep is not None and keep != -1 and keep < 1:
+        text = f"truncate_prompt_tokens is {keep}, but must be 1 or above, or -1"
+        raise RequestError(text, param="truncate_prompt_tokens")
+    return keep
+
+
+def _truncation_side(side: str | None) -> bool:
+    if side not in (None, "left", "right"):
+        text = f"truncation_side is {side[:64]!r}, but must be left or right"
+        raise RequestError(text, param="truncation_side")
+    return side != "right"
+
+
+def _check_response_format(fields: Fields) -> None:
+    response_format = fields.mapping("response_format")
+    if response_format and response_format.get("type") != "text":
+        raise RequestError(
+            'response_format other than {"type": "text"} is not supported yet',
+            param="response_format",
+        )
+    if fields.take("modalities") not in (None, [], ["text"]):
+        raise RequestError("modalities other than text are not supported", param="modalities")
+
+
+def _check_best_of(best_of: int | None, n: object) -> None:
+    """best_of = n asks for nothing; sglang's benchmark sends best_of 1."""
+    if best_of is None or best_of == n:
+        return
+    if isinstance(n, int) and best_of < n:
+        raise RequestError(f"best_of is {best_of}, but must be at least n ({n})", param="best_of")
+    raise RequestError("best_of above n is not supported yet", param="best_of")
+
+
+def _chat_logprobs(fields: Fields, sampling: dict[str, Any]) -> None:
+    """Chat says logprobs=true and top_logprobs=k where SamplingParams says logprobs=k."""
+    wanted = fields.flag("logprobs")
+    top = fields.integer("top_logprobs")
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        text = f"top_logprobs is {top}, but must be a whole number from 0 to {MAX_LOGPROBS}"
+        raise RequestError(text, param="top_logprobs")
+    if top and not wanted:
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    if wanted:
+        sampling["logprobs"] = top or 0
+
+
+def _refuse_tools(fields: Fields) -> None:
+    """Tools that may not be called anyway (tool_choice none) change nothing."""
+    tools, choice = fields.take("tools"), fields.take("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise not_yet("tool_choice")
+    if not asks_for_nothing(tools) and choice != "none":
+        raise not_yet("tools")
