@@ -60,9 +60,9 @@ def params_of(llm: LLM, args: argparse.Namespace) -> SamplingParams:
 
 
 def stream_answer(
-    llm: LLM, prompt_ids: list[int], params: SamplingParams, out: TextIO, pieces: list[str]
+    llm: LLM, prompt_ids: list[int], params: SamplingParams, pieces: list[str]
 ) -> Timing:
-    """Write the answer to `out` as it comes, and append its pieces to `pieces`.
+    """Write the answer to stdout as it comes, and append its pieces to `pieces`.
 
     Raises EngineFault if a fault ended it, and KeyboardInterrupt after Ctrl-C, between steps:
     the engine is whole in both cases, and `pieces` holds what was written.
@@ -77,8 +77,8 @@ def stream_answer(
             timing.num_cached_tokens = event.num_cached_tokens
             if event.text:
                 pieces.append(event.text)
-                out.write(event.text)
-                out.flush()
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
             if event.finish_reason == "error":
                 raise EngineFault(event.error or "the engine ended this answer by a fault")
             if interrupted:

@@ -42,7 +42,7 @@ class Conversation:
         prompt_ids = self.llm.tokenizer.apply_chat_template(asked)
         pieces: list[str] = []
         try:
-            timing = stream_answer(self.llm, prompt_ids, self.params, sys.stdout, pieces)
+            timing = stream_answer(self.llm, prompt_ids, self.params, pieces)
         except KeyboardInterrupt:
             self.messages = [*asked, message("assistant", "".join(pieces))]
             raise

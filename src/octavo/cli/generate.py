@@ -14,7 +14,7 @@ def run(args: argparse.Namespace) -> int:
     llm = load(args)
     params = params_of(llm, args)
     pieces: list[str] = []
-    timing = stream_answer(llm, llm.tokenizer.encode(prompt), params, sys.stdout, pieces)
+    timing = stream_answer(llm, llm.tokenizer.encode(prompt), params, pieces)
     close_line("".join(pieces), sys.stdout)
     print(f"{timing} | load: {llm.load_seconds:.2f} s", file=sys.stderr)
     return 0
