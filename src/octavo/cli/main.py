@@ -47,7 +47,18 @@ def build_parser() -> Parser:
         help="Key that clients must send. Default: $OCTAVO_API_KEY, which no process list shows.",
     )
     serve.add_argument(
-        "--served-model-name", metavar="NAME", help="Model name in the API. Default: MODEL."
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Model name in the API; may be given several times. Default: MODEL.",
+    )
+    serve.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="Time that running answers have to finish after Ctrl-C or SIGTERM. Default: 30.",
     )
     serve.usage = "%(prog)s [MODEL] [flags]"
     add_settings(serve)

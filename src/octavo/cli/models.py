@@ -15,6 +15,10 @@ def run(args: argparse.Namespace) -> int:
         checkpoint = open_checkpoint(args.name or DEFAULT_MODEL)
         print(checkpoint.path)
         return 0
-    for row in list_models():
-        print(row)
+    rows = list_models()
+    width = max(len(row.alias) for row in rows)
+    for row in rows:
+        size = f"{row.num_bytes / 1e6:,.0f} MB"
+        state = str(row.path) if row.is_cached else "not fetched: octavo models fetch " + row.alias
+        print(f"{row.alias:{width}}  {size:>9}  {row.description}\n{'':{width}}  {state}")
     return 0
