@@ -179,7 +179,7 @@ class Setup:
                 "no network: the first run downloads packages from the package index; "
                 f"connect and run it again (details: {kept})"
             )
-        signs = (": error:", "CMake Error", "ERROR:") if step == "build" else ("ERROR:",)
+        signs = (": error:", "CMake Error", "Error: ") if step == "build" else ("ERROR:",)
         lines = [line.strip() for sign in signs for line in text.splitlines() if sign in line]
         first = lines[0] if lines else ""
         doing = "building the native library" if step == "build" else f"installing {step}"

@@ -51,7 +51,7 @@ def test_chat_with_a_prompt_answers_once_through_the_template(
     """What `make run PROMPT=...` runs."""
     assert main(["chat", "--prompt", "hi", "--system", "Be brief."]) == 0
     out, err = capsys.readouterr()
-    assert out == "Paris."
+    assert out == "Paris.\n"
     assert err.count("tok/s") == 2
     assert made[0].asked[0][0] == "<system>Be brief.<user>hi<answer>"
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from ..errors import EngineFault
 from .options import sampling_of
@@ -116,10 +116,3 @@ def read_prompt(text: str) -> str:
     if text == "-":
         return sys.stdin.buffer.read().decode("utf-8", "replace")
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def close_line(text: str, out: TextIO) -> None:
-    """End the last line for a person to read; a file or pipe gets the exact text only."""
-    if out.isatty() and not text.endswith("\n"):
-        out.write("\n")
-        out.flush()

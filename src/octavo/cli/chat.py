@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OctavoError, RequestTooLarge
-from .answer import Timing, close_line, load, params_of, read_prompt, stream_answer
+from .answer import Timing, load, params_of, read_prompt, stream_answer
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if prompt is None:
         return converse(conversation)
     timing = conversation.ask(prompt)
-    close_line(conversation.messages[-1]["content"], sys.stdout)
+    print(flush=True)
     print(f"{timing} | load: {llm.load_seconds:.2f} s", file=sys.stderr)
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .answer import close_line, load, params_of, read_prompt, stream_answer
+from .answer import load, params_of, read_prompt, stream_answer
 
 
 def run(args: argparse.Namespace) -> int:
@@ -15,6 +15,7 @@ def run(args: argparse.Namespace) -> int:
     params = params_of(llm, args)
     pieces: list[str] = []
     timing = stream_answer(llm, llm.tokenizer.encode(prompt), params, pieces)
-    close_line("".join(pieces), sys.stdout)
+    if sys.stdout.isatty() and not "".join(pieces).endswith("\n"):
+        print()  # for a person; a file or a pipe gets the exact text
     print(f"{timing} | load: {llm.load_seconds:.2f} s", file=sys.stderr)
     return 0
