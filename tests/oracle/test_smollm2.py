@@ -37,9 +37,9 @@ MAX_MODEL_LEN = 1024
 REFERENCE_TOLERANCE = 1e-3
 """Nats: the same float32 arithmetic in another order."""
 
-CPU_MARGIN = 0.1
+CPU_MARGIN = 0.2
 """Nats: where bf16 rounding makes cpu prefer another token than the oracle's, the oracle itself
-ranks the two this close."""
+ranks the two this close. Measured: 2 of 768 tokens differ, by 0.003 and 0.091 nats."""
 
 MAX_MEAN_KL = 0.001
 """Nats of mean KL divergence between reference and cpu; bf16 weights and activations alone cost
