@@ -3,8 +3,8 @@
     python tools/proof_map.py            list them, by number
     python tools/proof_map.py --write    bring their names into docs/requirements.md and cases.md
 
-State and note of each row there are kept by hand. Rows that are "later" name no tests; a row that
-is "proven" by a test with a range in its docstring (R22-R31) names it only if nothing closer does.
+State and note of each row there are kept by hand, and so are names where no test claims a row.
+Rows that are "later" name no tests. Tests that claim few numbers come before those that claim many.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def filled(page: str, known: dict[str, list[str]]) -> str:
     def row(match: re.Match[str]) -> str:
         start, number, middle, state, where = match.groups()
         note = "" if where == "?" else re.sub(r"^(`\w+`(, )?)*(; )?", "", where)
-        if state == "later":
-            return match[0]
         names = known.get(number, [])
+        if state == "later" or not names:
+            return match[0]
         shown = ", ".join(f"`{name}`" for name in names[:MAX_NAMES])
         return f"{start}{number}{middle}{state} | {'; '.join(filter(None, [shown, note])) or '?'} |"
 

@@ -21,6 +21,7 @@ MANY_ATTRIBUTES = {
 }
 MANY_POSITIONAL = {
     "kernels/": "an op takes its arrays in the order of the op table",
+    "engine/chat_sandbox.py: _tojson": "stands in for a filter whose parameters templates know",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

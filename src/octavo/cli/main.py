@@ -34,79 +34,89 @@ def build_parser() -> Parser:
         epilog=EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    _serve(commands.add_parser("serve", help="serve a model over HTTP, in OpenAI's form"))
+    _generate(commands.add_parser("generate", help="continue a text"))
+    _chat(commands.add_parser("chat", help="talk to a model in this terminal"))
+    bench = commands.add_parser("bench", help="measure")
+    bench.set_defaults(parser=bench)
+    kinds = bench.add_subparsers(title="benchmarks", dest="bench", metavar="BENCHMARK")
+    _throughput(kinds.add_parser("throughput", help="run a file of requests, all at once"))
+    _models(commands.add_parser("models", help="list known and cached models, or fetch one"))
+    return parser
 
-    serve = commands.add_parser("serve", help="serve a model over HTTP, in OpenAI's form")
-    serve.description = "Serve a model over HTTP; the API is OpenAI's."
-    serve.add_argument("--host", default="127.0.0.1", help="Address to bind. Default: 127.0.0.1.")
-    serve.add_argument("--port", type=int, default=8000, help="Port to bind. Default: 8000.")
-    serve.add_argument(
+
+def _serve(parser: Parser) -> None:
+    parser.description = "Serve a model over HTTP; the API is OpenAI's."
+    parser.usage = "%(prog)s [MODEL] [flags]"
+    parser.add_argument("--host", default="127.0.0.1", help="Address to bind. Default: 127.0.0.1.")
+    parser.add_argument("--port", type=int, default=8000, help="Port to bind. Default: 8000.")
+    parser.add_argument(
         "--api-key",
         default=os.environ.get("OCTAVO_API_KEY"),
         metavar="KEY",
         help="Key that clients must send. Default: $OCTAVO_API_KEY, which no process list shows.",
     )
-    serve.add_argument(
+    parser.add_argument(
         "--served-model-name",
         action="append",
         default=[],
         metavar="NAME",
         help="Model name in the API; may be given several times. Default: MODEL.",
     )
-    serve.add_argument(
+    parser.add_argument(
         "--shutdown-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
         help="Time that running answers have to finish after Ctrl-C or SIGTERM. Default: 30.",
     )
-    serve.usage = "%(prog)s [MODEL] [flags]"
-    add_settings(serve)
-    serve.set_defaults(module="serve", parser=serve)
+    add_settings(parser)
+    parser.set_defaults(module="serve", parser=parser)
 
-    generate = commands.add_parser("generate", help="continue a text")
-    generate.description = "Continue a text as it stands: no chat template. Only text on stdout."
-    generate.add_argument("--prompt", required=True, metavar="TEXT", help="Text; - reads stdin.")
-    generate.usage = "%(prog)s [MODEL] --prompt TEXT [flags]"
-    add_sampling(generate, max_tokens=256)
-    add_settings(generate)
-    generate.set_defaults(module="generate", parser=generate)
 
-    chat = commands.add_parser("chat", help="talk to a model in this terminal")
-    chat.description = "Talk to a model. Ctrl-C stops an answer, Ctrl-D leaves, /help helps."
-    chat.add_argument(
+def _generate(parser: Parser) -> None:
+    parser.description = "Continue a text as it stands: no chat template. Only text on stdout."
+    parser.usage = "%(prog)s [MODEL] --prompt TEXT [flags]"
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="Text; - reads stdin.")
+    add_sampling(parser, max_tokens=256)
+    add_settings(parser)
+    parser.set_defaults(module="generate", parser=parser)
+
+
+def _chat(parser: Parser) -> None:
+    parser.description = "Talk to a model. Ctrl-C stops an answer, Ctrl-D leaves, /help helps."
+    parser.usage = "%(prog)s [MODEL] [--prompt TEXT] [flags]"
+    parser.add_argument(
         "--prompt", metavar="TEXT", help="Answer this once, then exit; - reads stdin."
     )
-    chat.add_argument(
+    parser.add_argument(
         "--system", metavar="TEXT", help="System prompt. Default: the template's own."
     )
-    chat.usage = "%(prog)s [MODEL] [--prompt TEXT] [flags]"
-    add_sampling(chat, max_tokens=1024)
-    add_settings(chat)
-    chat.set_defaults(module="chat", parser=chat)
+    add_sampling(parser, max_tokens=1024)
+    add_settings(parser)
+    parser.set_defaults(module="chat", parser=parser)
 
-    bench = commands.add_parser("bench", help="measure")
-    kinds = bench.add_subparsers(title="benchmarks", dest="bench", metavar="BENCHMARK")
-    throughput = kinds.add_parser("throughput", help="run a file of requests, all at once")
-    throughput.description = "Run a file of requests at once: greedy, past end-of-sequence tokens."
-    throughput.add_argument(
+
+def _throughput(parser: Parser) -> None:
+    parser.description = "Run a file of requests at once: greedy, past end-of-sequence tokens."
+    parser.usage = "%(prog)s [MODEL] --workload FILE [--json] [flags]"
+    parser.add_argument(
         "--workload",
         required=True,
         metavar="FILE",
         help='JSON: {"requests": [{"prompt_ids": [...], "max_tokens": N}, ...]}.',
     )
-    throughput.usage = "%(prog)s [MODEL] --workload FILE [--json] [flags]"
-    throughput.add_argument("--json", action="store_true", help="Print one JSON object.")
-    add_settings(throughput)
-    throughput.set_defaults(module="bench", parser=throughput)
-    bench.set_defaults(parser=bench)
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    add_settings(parser)
+    parser.set_defaults(module="bench", parser=parser)
 
-    models = commands.add_parser("models", help="list known and cached models, or fetch one")
-    models.add_argument("action", nargs="?", choices=("list", "fetch"), default="list")
-    models.add_argument("name", nargs="?", metavar="NAME", help="Alias or hub id, for fetch.")
-    models.set_defaults(module="models", parser=models)
-    parser.set_defaults(parser=parser)
-    return parser
+
+def _models(parser: Parser) -> None:
+    parser.add_argument("action", nargs="?", choices=("list", "fetch"), default="list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="Alias or hub id, for fetch.")
+    parser.set_defaults(module="models", parser=parser)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
