@@ -1,0 +1,35 @@
+"""Print a workload for `octavo bench throughput`: 32 requests of mixed lengths, random tokens.
+
+Prompts log-normal around 110 tokens, within 16 to 512; outputs 40 % under 60 tokens, 40 % up to
+128, 20 % up to 256. The same file each time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+NUM_REQUESTS = 32
+ORDINARY_IDS = range(1000, 40000)
+"""Token ids that are words in every vocabulary this is meant for: no control tokens."""
+
+
+def main() -> None:
+    draw = random.Random(0)
+    requests = []
+    for number in range(NUM_REQUESTS):
+        length = min(512, max(16, round(draw.lognormvariate(math.log(110), 0.8))))
+        low, high = draw.choices([(16, 60), (60, 128), (128, 256)], [40, 40, 20])[0]
+        requests.append(
+            {
+                "id": number,
+                "prompt_ids": draw.choices(ORDINARY_IDS, k=length),
+                "max_tokens": draw.randint(low, high),
+            }
+        )
+    print(json.dumps({"name": "mixed", "n": NUM_REQUESTS, "requests": requests}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""octavo chat: a conversation in the terminal, or one answer with --prompt."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OctavoError, RequestTooLarge
+from .answer import Timing, load, params_of, read_prompt, stream_answer
+
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+    from ..sampling_params import SamplingParams
+
+HELP = """\
+/clear   forget the conversation
+/help    this text
+Ctrl-C   stop the answer
+Ctrl-D   leave"""
+
+
+class Conversation:
+    """Messages so far, and the engine that answers them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self.llm = llm
+        self.params = params
+        self.system = system
+        self.messages: list[dict[str, Any]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all but the system prompt."""
+        self.messages = [] if self.system is None else [message("system", self.system)]
+
+    def ask(self, text: str) -> Timing:
+        """Answer on stdout. What an interrupt leaves of the answer stays in the conversation; a
+        turn that failed leaves nothing."""
+        asked = [*self.messages, message("user", text)]
+        prompt_ids = self.llm.tokenizer.apply_chat_template(asked)
+        pieces: list[str] = []
+        try:
+            timing = stream_answer(self.llm, prompt_ids, self.params, pieces)
+        except KeyboardInterrupt:
+            self.messages = [*asked, message("assistant", "".join(pieces))]
+            raise
+        self.messages = [*asked, message("assistant", "".join(pieces))]
+        return timing
+
+
+def message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def run(args: argparse.Namespace) -> int:
+    """One answer with --prompt, else a conversation until Ctrl-D."""
+    prompt = None if args.prompt is None else read_prompt(args.prompt)
+    llm = load(args)
+    conversation = Conversation(llm, params_of(llm, args), args.system)
+    if prompt is None:
+        return converse(conversation)
+    timing = conversation.ask(prompt)
+    print(flush=True)
+    print(f"{timing} | load: {llm.load_seconds:.2f} s", file=sys.stderr)
+    return 0
+
+
+def converse(conversation: Conversation) -> int:
+    """Read, answer, repeat. An error ends one answer, never the conversation."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (editing and history for input())
+        print("Ctrl-C stops an answer, Ctrl-D leaves, /help helps.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            if interactive:
+                print()
+            return 0
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D leaves)", file=sys.stderr)
+            continue
+        if line.startswith("/"):
+            obey(conversation, line)
+        elif line:
+            answer(conversation, line)
+
+
+def obey(conversation: Conversation, command: str) -> None:
+    """A line that starts with a slash."""
+    if command == "/clear":
+        conversation.clear()
+    elif command != "/help":
+        print(f"unknown command {command}", file=sys.stderr)
+    if command != "/clear":
+        print(HELP, file=sys.stderr)
+
+
+def answer(conversation: Conversation, text: str) -> None:
+    """One turn; neither an interrupt nor an error ends the conversation."""
+    try:
+        conversation.ask(text)
+        print()
+    except KeyboardInterrupt:
+        print("\n(stopped)", file=sys.stderr)
+    except RequestTooLarge as error:
+        print(f"octavo: {error}; /clear starts over", file=sys.stderr)
+    except OctavoError as error:
+        print(f"octavo: {error}", file=sys.stderr)

@@ -1,0 +1,217 @@
+"""What each command prints where, and how it ends: with a scripted engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from beds.fake_llm import FakeLLM, made
+from octavo.cli.main import main
+from octavo.errors import ModelLoadError
+from octavo.outputs import StreamEvent
+
+
+def test_generate_prints_the_exact_text_and_nothing_else_on_stdout(
+    engine: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Statistics go to stderr; the prompt is continued raw, greedily unless asked otherwise."""
+    assert main(["generate", "--prompt", "The capital"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "Paris."
+    assert "prompt: 11 tokens" in err
+    assert "generation: 3 tokens" in err
+    assert err.count("tok/s") == 2
+    [(prompt, params)] = made[0].asked
+    assert prompt == "The capital"
+    assert (params.temperature, params.max_tokens) == (0.0, 256)
+
+
+def test_sampling_flags_override_the_models_defaults(engine: type[FakeLLM]) -> None:
+    """Precedence: the user, then the model (top_p 0.9 here), then the usual default."""
+    flags = ["--temperature", "0.5", "--top-k", "5", "--min_p", "0.1", "--stop", "a", "--stop", "b"]
+    assert (
+        main(["generate", "m", "--prompt", "x", "--max-tokens", "9", "--threads", "2", *flags]) == 0
+    )
+    [(_, params)] = made[0].asked
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 5, 0.1)
+    assert (params.max_tokens, params.stop) == (9, ("a", "b"))
+    assert (made[0].config.model, made[0].settings) == ("m", {"threads": 2})
+
+
+def test_chat_with_a_prompt_answers_once_through_the_template(
+    engine: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `make run PROMPT=...` runs."""
+    assert main(["chat", "--prompt", "hi", "--system", "Be brief."]) == 0
+    out, err = capsys.readouterr()
+    assert out == "Paris.\n"
+    assert err.count("tok/s") == 2
+    assert made[0].asked[0][0] == "<system>Be brief.<user>hi<answer>"
+
+
+def feed(monkeypatch: pytest.MonkeyPatch, *lines: object) -> None:
+    """Answers of input(): text, or an exception; then the end of input."""
+    waiting = [*lines, EOFError()]
+
+    def read(prompt: str = "") -> str:
+        item = waiting.pop(0)
+        if isinstance(item, BaseException):
+            raise item
+        return str(item)
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+def test_chat_remembers_until_cleared(
+    engine: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed(monkeypatch, "one", "", "two", KeyboardInterrupt(), "/clear", "three", "/help", "/frob")
+    assert main(["chat"]) == 0
+    assert [prompt for prompt, _ in made[0].asked] == [
+        "<user>one<answer>",
+        "<user>one<assistant>Paris.<user>two<answer>",
+        "<user>three<answer>",
+    ]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
+    engine: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes effect between steps: the engine stays whole, and the request is closed."""
+    engine.script = ["Once", lambda: os.kill(os.getpid(), signal.SIGINT), " upon", " a time"]
+    feed(monkeypatch, "tell", "go on")
+    assert main(["chat"]) == 0
+    assert made[0].asked[1][0] == "<user>tell<assistant>Once upon<user>go on<answer>"
+    assert made[0].num_closed == 2
+    assert "(stopped)" in capsys.readouterr().err
+
+
+def test_a_refused_turn_leaves_nothing_and_the_conversation_goes_on(
+    engine: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fault ends one answer, never the conversation (C106)."""
+    fault = StreamEvent(0, 0, "", (), finish_reason="error", error="row went bad")
+    engine.script = [fault]
+    feed(monkeypatch, "one", "two")
+    assert main(["chat"]) == 0
+    assert [prompt for prompt, _ in made[0].asked] == ["<user>one<answer>", "<user>two<answer>"]
+    assert capsys.readouterr().err.count("octavo: row went bad") == 2
+
+
+def test_interrupting_one_answer_exits_130_without_a_traceback(
+    engine: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.script = ["a", lambda: os.kill(os.getpid(), signal.SIGINT), "b", "c"]
+    assert main(["generate", "--prompt", "x"]) == 130
+    assert capsys.readouterr() == ("ab", "\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_is_one_line_on_stderr_and_exit_1(
+    engine: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.script = [ModelLoadError("model.gguf is cut short: fetch it again")]
+    assert main(["generate", "--prompt", "x"]) == 1
+    assert capsys.readouterr() == ("", "octavo: model.gguf is cut short: fetch it again\n")
+
+
+def test_a_bug_of_ours_keeps_its_traceback(engine: type[FakeLLM]) -> None:
+    """Only errors meant for users are turned into one line."""
+    engine.script = [AssertionError("leaked")]
+    with pytest.raises(AssertionError, match="leaked"):
+        main(["generate", "--prompt", "x"])
+
+
+def test_a_reader_that_leaves_ends_generate_quietly() -> None:
+    script = textwrap.dedent("""
+        import sys
+        from types import ModuleType
+        from octavo.cli.main import main
+        from beds.fake_llm import FakeLLM
+        FakeLLM.script = ["line\\n"] * 50
+        module = ModuleType("octavo.engine.llm")
+        module.LLM = FakeLLM
+        sys.modules["octavo.engine.llm"] = module
+        sys.exit(main(["generate", "--prompt", "x"]))
+    """)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        check=False,
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def write_workload(folder: Path, content: object) -> str:
+    path = folder / "workload.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+REQUESTS = [
+    {"id": 0, "prompt_ids": [1, 2, 3], "max_tokens": 4},
+    {"prompt_ids": [1], "max_tokens": 6},
+]
+
+
+def test_bench_throughput_prints_one_json_object(
+    engine: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The figures, by the names that stay stable; steps and preemptions are this run's alone."""
+    path = write_workload(tmp_path, {"name": "w", "requests": REQUESTS})
+    assert main(["bench", "throughput", "--workload", path, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    named = {"gen_tok_s", "total_tok_s", "wall_s", "peak_rss_mb", "steps", "cached_tokens"}
+    assert named | {"preemptions", "load_s"} <= set(report)
+    assert (report["prompt_tokens"], report["gen_tokens"]) == (4, 10)
+    assert (report["steps"], report["preemptions"], report["cached_tokens"]) == (20, 2, 4)
+    assert report["total_tok_s"] == pytest.approx(report["gen_tok_s"] * 1.4, rel=0.01)
+    assert report["peak_rss_mb"] > 1
+
+
+def test_bench_throughput_prints_a_table_for_people(
+    engine: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_workload(tmp_path, {"requests": REQUESTS})
+    assert main(["bench", "throughput", "--workload", path]) == 0
+    out = capsys.readouterr().out
+    assert "gen_tok_s" in out
+    assert "{" not in out
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        [],
+        {},
+        {"requests": []},
+        {"requests": [{"prompt_ids": [], "max_tokens": 1}]},
+        {"requests": [{"prompt_ids": ["a"], "max_tokens": 1}]},
+        {"requests": [{"prompt_ids": [1], "max_tokens": 0}]},
+        {"requests": [{"prompt": "x", "max_tokens": 1}]},
+    ],
+    ids=json.dumps,
+)
+def test_a_broken_workload_is_refused_before_anything_loads(
+    content: object, engine: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_workload(tmp_path, content)
+    assert main(["bench", "throughput", "--workload", path]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert made == []
+    assert main(["bench", "throughput", "--workload", path + "x"]) == 1
+    assert "can't read" in capsys.readouterr().err
