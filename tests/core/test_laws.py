@@ -73,7 +73,7 @@ def run(workload: list[Work], bed: CoreBed, meanwhile: Callable[[int], None] | N
 
 
 @given(workloads, st.integers(5, 9), st.integers(1, 24), st.integers(1, 6), st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_pressure_never_changes_an_answer(
     workload: list[Work], num_blocks: int, budget: int, max_num_seqs: int, prefix_caching: bool
 ) -> None:
