@@ -132,6 +132,7 @@ class CoreBed:
 
 def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
     """The undisturbed twin: what a request answers with the whole engine to itself."""
-    bed = CoreBed(num_blocks=1000, max_num_batched_tokens=10_000, enable_prefix_caching=False)
+    num_blocks = (len(prompt) + max_tokens) // 4 + 1
+    bed = CoreBed(num_blocks=num_blocks, max_num_batched_tokens=10_000, enable_prefix_caching=False)
     bed.add(prompt, max_tokens)
     return bed.run().outputs[0]

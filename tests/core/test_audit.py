@@ -104,11 +104,11 @@ def unpinned_in_use(s: Scheduler) -> None:
 
 
 def miscounted_preemptions(s: Scheduler) -> None:
-    s.num_dropped.clear()
+    s.journal.num_dropped.clear()
 
 
 def held_though_running(s: Scheduler) -> None:
-    s.held[1] = Reason.NO_BLOCKS
+    s.journal.waiting_for[1] = Reason.NO_BLOCKS
 
 
 @pytest.mark.parametrize(

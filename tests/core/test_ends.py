@@ -119,20 +119,42 @@ def test_blocks_of_a_step_in_flight_are_nobodys_yet() -> None:
     assert bed.outputs[c] == alone(prompt(8, 2), 2)
 
 
-def test_requests_in_flight_are_not_victims() -> None:
-    """C22: a plan made ahead takes no block from a request whose step is not back."""
-    bed = CoreBed(num_blocks=4, enable_prefix_caching=False, max_num_batched_tokens=9)
+def test_a_prefill_in_flight_keeps_its_claim() -> None:
+    """C2, C22: planning ahead, nobody takes the blocks that its next chunks will need."""
+    bed = CoreBed(num_blocks=8, max_num_batched_tokens=4)
     scheduler, model = bed.scheduler, bed.model
-    a, b = bed.add(prompt(8), 3), bed.add(prompt(4, 1), 8)
+    a = bed.add(prompt(24), 3)
     first = scheduler.schedule()
+    b = bed.add(prompt(12, 1), 3)
     second = scheduler.schedule()
-    assert len(first.scheduled) == 2
-    assert second.scheduled == ()
-    assert scheduler.stats().num_preemptions == 0
+    assert second.scheduled == (), "7 blocks are free, but a needs 5 of them"
+    assert bed.reasons(b) == [Reason.NO_BLOCKS]
     bed.take(scheduler.update_from_output(first, model.submit(first)))
     bed.run()
+    assert scheduler.stats().num_preemptions == 0
+    assert bed.outputs[a] == alone(prompt(24), 3)
+
+
+def test_requests_in_flight_are_not_victims() -> None:
+    """C22: planning ahead, a needs a block and only b, in flight, could yield one: a sits out."""
+    bed = CoreBed(num_blocks=4, enable_prefix_caching=False)
+    scheduler, model = bed.scheduler, bed.model
+    a = bed.add(prompt(8), 3)
+    first = scheduler.schedule()
+    b = bed.add(prompt(7, 1), 3)
+    second = scheduler.schedule()
+    bed.take(scheduler.update_from_output(first, model.submit(first)))
+    third = scheduler.schedule()
+    scheduler.audit()
+    assert [len(plan.scheduled) for plan in (first, second, third)] == [1, 1, 0]
+    assert scheduler.stats().num_preemptions == 0
+    bed.take(scheduler.update_from_output(second, model.submit(second)))
+    bed.take(scheduler.update_from_output(third, model.submit(third)))
+    bed.step()
+    assert bed.requests[b].num_preemptions == 1
+    bed.run()
     assert bed.outputs[a] == alone(prompt(8), 3)
-    assert bed.outputs[b] == alone(prompt(4, 1), 8)
+    assert bed.outputs[b] == alone(prompt(7, 1), 3)
 
 
 @pytest.mark.parametrize("index", range(5))

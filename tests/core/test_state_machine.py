@@ -135,7 +135,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(
+    max_examples=settings().max_examples // 2, stateful_step_count=40
+)
 
 
 def test_ten_thousand_random_operations() -> None:

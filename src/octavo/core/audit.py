@@ -26,9 +26,10 @@ def _audit_requests(scheduler: Scheduler) -> None:
     assert len(waiting) == len(scheduler.waiting), "a request waits twice"
     assert not waiting.keys() & running.keys(), "a request both waits and runs"
     assert waiting.keys() | running.keys() == scheduler.requests.keys(), "a request was lost"
-    assert scheduler.held.keys() <= waiting.keys(), "a request is held that does not wait"
+    journal = scheduler.journal
+    assert journal.waiting_for.keys() <= waiting.keys(), "a request is held that does not wait"
     preempted = {key for key, request in waiting.items() if request.status is Status.PREEMPTED}
-    assert scheduler.num_dropped.keys() == preempted, "preempted requests are miscounted"
+    assert journal.num_dropped.keys() == preempted, "preempted requests are miscounted"
     for request in waiting.values():
         assert request.status in (Status.WAITING, Status.PREEMPTED), f"{request} in the queue"
         assert not request.block_ids, f"{request} waits and holds blocks"

@@ -25,7 +25,7 @@ class Limits(NamedTuple):
         """
         return min(self.max_model_len, self.kv_capacity + 1) - num_prompt_tokens
 
-    def admit(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raise RequestError if `request` can't ever run to its end."""
         num_prompt = request.num_prompt_tokens
         if num_prompt == 0:

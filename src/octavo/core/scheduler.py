@@ -17,12 +17,13 @@ from ..messages import NewRequest, ScheduledRequest, SchedulerOutput, StepResult
 from ..request import Request, Status
 from .audit import audit
 from .event_log import EventLog, Reason
+from .journal import Journal
 from .kv_cache_manager import KVCacheManager
 from .limits import Limits
 from .policy import BATCHING_MODES, WAITING_ORDERS, by_name
 from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
 from .radix_cache import Match
-from .stats import SchedulerStats, Totals
+from .stats import SchedulerStats
 from .stop_rules import find_stop
 
 
@@ -37,7 +38,8 @@ class _Draft:
         self.entries: dict[Request, ScheduledRequest] = {}
         self.starts: list[NewRequest] = []
         self.num_blocks_owed = 0
-        """Blocks that prefills under way will still ask for."""
+        """Blocks that prefills in flight will still ask for. One that is cut in this very step
+        took all that was left of the budget, so nobody is admitted beside it."""
         self.preempted = False
 
 
@@ -56,6 +58,7 @@ class Scheduler:
         config = scheduler_config
         self.config = config
         self.event_log = EventLog() if event_log is None else event_log
+        self.journal = Journal(self.event_log)
         self.kv = KVCacheManager(
             num_blocks=num_blocks,
             block_size=cache_config.block_size,
@@ -78,15 +81,10 @@ class Scheduler:
         """Heap: the worker's persistent rows that nobody has."""
         self.in_flight: dict[int, tuple[Request, ...]] = {}
         """Requests of each plan whose result has not come, by step."""
-        self.held: dict[int, Reason] = {}
-        """Why each waiting request waits, as last logged, by id."""
-        self.num_dropped: dict[int, int] = {}
-        """Tokens that each preempted request had computed, by id."""
-        self._totals = Totals()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for one that can never run (C1)."""
-        self.limits.admit(request)
+        self.limits.check(request)
         assert request.request_id not in self.requests, "two live requests have one id"
         assert request.status is Status.WAITING, "a request was added twice"
         self.requests[request.request_id] = request
@@ -102,8 +100,7 @@ class Scheduler:
         May be called again before the result of the plan before is known: requests in flight
         then sit out, keep their blocks and are nobody's victims.
         """
-        self._totals.steps += 1
-        step = self.event_log.step = self._totals.steps
+        step = self.journal.next_step()
         busy = {request for requests in self.in_flight.values() for request in requests}
         draft = _Draft(self.config.token_budget)
         self._schedule_running(draft, busy)
@@ -119,8 +116,10 @@ class Scheduler:
         for request in tuple(self.running.values()):
             num_tokens = len(request.token_ids)
             num_computed = request.num_computed_tokens
-            if request in busy or request.status is not Status.RUNNING:  # a victim of this step
+            if request in busy:
                 draft.num_blocks_owed += self.kv.num_blocks_owed(request)
+                continue
+            if request.status is not Status.RUNNING:  # a victim of this step
                 continue
             num_new = min(num_tokens - num_computed, draft.budget)
             if num_new == 0:
@@ -139,16 +138,15 @@ class Scheduler:
             draft.entries[request] = ScheduledRequest(
                 request.row, num_computed, num_new, end == num_tokens, new_block_ids
             )
-            if end < num_tokens:
-                draft.num_blocks_owed += self.kv.num_blocks_owed(request)
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, draft: _Draft, busy: Container[Request]
     ) -> tuple[int, ...] | None:
-        """Blocks for a running request, others yielding theirs; None if it yields itself."""
+        """Blocks for a running request, others yielding theirs; None if it can't join."""
         while (block_ids := self.kv.allocate(request, num_tokens)) is None:
-            candidates = [other for other in self.running.values() if other not in busy]
-            victim = self._victims.choose(candidates)
+            victim = self._victims.choose(self.running.values())
+            if victim in busy:
+                return None  # not now: what is in flight has to come back first (C22)
             draft.preempted = True
             entry = draft.entries.pop(victim, None)
             if entry is not None:  # it was placed in this very step (C7)
@@ -168,11 +166,8 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Request, needy: Request) -> None:
-        request_id, num_computed = victim.request_id, victim.num_computed_tokens
-        self.event_log.record(Reason.PREEMPTED, request_id, num_computed, needy.request_id)
-        self._totals.preemptions += 1
-        self.num_dropped[request_id] = num_computed
-        del self.running[request_id]
+        self.journal.preempt(victim, needy)
+        del self.running[victim.request_id]
         self._preemption.preempt(victim, self.kv)
         self._free_row(victim)
         victim.status = Status.PREEMPTED
@@ -181,30 +176,31 @@ class Scheduler:
 
     def _admit_waiting(self, draft: _Draft) -> None:
         """Start waiting requests in order; the first that can't join ends it (R104)."""
+        hold = self.journal.hold
         num_running = len(self.running)
         while self.waiting:
             request = self.waiting.peek()
             if draft.preempted:
-                return self._hold(request, Reason.PREEMPTION_STEP)
+                return hold(request, Reason.PREEMPTION_STEP)
             if not self._batching.may_join(num_running):
-                return self._hold(request, Reason.BATCHING_MODE, num_running)
+                return hold(request, Reason.BATCHING_MODE, num_running)
             if not self.free_rows:
-                return self._hold(request, Reason.SEQS_FULL, len(self.running))
+                return hold(request, Reason.SEQS_FULL, len(self.running))
             if draft.budget == 0:
-                return self._hold(request, Reason.TOKEN_BUDGET, request.num_tokens, 0)
+                return hold(request, Reason.TOKEN_BUDGET, request.num_tokens, 0)
             match = self.kv.find_prefix(request)
             num_hit_blocks = 0 if match is None else len(match.block_ids)
             num_wanted = request.num_tokens - num_hit_blocks * self.kv.block_size
             num_new = self._cut_prompt(num_wanted, draft.budget)
             if num_new == 0:
-                return self._hold(request, Reason.TOKEN_BUDGET, num_wanted, draft.budget)
+                return hold(request, Reason.TOKEN_BUDGET, num_wanted, draft.budget)
             # All that it knows must fit, not only its first chunk, beside what others will ask
             # for: so nobody waits holding blocks (C2), nobody comes only to be sent away (C13).
             num_missing = self.kv.num_blocks_for(request.num_tokens) - num_hit_blocks
             num_left = self.kv.num_available - draft.num_blocks_owed
             num_left -= 0 if match is None else match.num_evictable
             if num_missing > num_left:
-                return self._hold(request, Reason.NO_BLOCKS, num_missing, num_left)
+                return hold(request, Reason.NO_BLOCKS, num_missing, num_left)
             self._start(request, match, num_new, draft)
 
     def _cut_prompt(self, num_wanted: int, budget: int) -> int:
@@ -215,12 +211,6 @@ class Scheduler:
         # it would wait for ever; prompts that long are refused at the door.
         return budget if num_wanted > self.config.token_budget else 0
 
-    def _hold(self, request: Request, reason: Reason, *detail: int) -> None:
-        """Log why a request goes on waiting, unless that is known."""
-        if self.held.get(request.request_id) is not reason:
-            self.held[request.request_id] = reason
-            self.event_log.record(reason, request.request_id, *detail)
-
     def _start(self, request: Request, match: Match | None, num_new: int, draft: _Draft) -> None:
         """Waiting or preempted -> running, with the whole state that the worker needs."""
         self.waiting.remove(request)
@@ -229,7 +219,9 @@ class Scheduler:
         end = num_hits + num_new
         allocated = self.kv.allocate(request, end)
         assert allocated is not None, "admission promised blocks that are not there"
-        self._count_start(request, num_hits)
+        self.journal.start(request, num_hits)
+        if request.status is Status.WAITING:
+            request.num_cached_tokens = num_hits
         row = request.row = heappop(self.free_rows)
         request.status = Status.RUNNING
         self.running[request.request_id] = request
@@ -249,21 +241,6 @@ class Scheduler:
             row, num_hits, num_new, end == len(token_ids), tuple(request.block_ids)
         )
         draft.budget -= num_new
-        draft.num_blocks_owed += self.kv.num_blocks_owed(request)
-
-    def _count_start(self, request: Request, num_hits: int) -> None:
-        request_id, num_tokens = request.request_id, request.num_tokens
-        self.held.pop(request_id, None)
-        if request.status is Status.PREEMPTED:
-            self._totals.recomputed_tokens += max(0, self.num_dropped.pop(request_id) - num_hits)
-            self.event_log.record(Reason.RESUMED, request_id, num_tokens, num_hits)
-            return
-        request.num_cached_tokens = num_hits
-        self._totals.queries_tokens += num_tokens
-        self._totals.hits_tokens += num_hits
-        self.event_log.record(Reason.ADMITTED, request_id, num_tokens, num_hits)
-        if num_hits:
-            self.event_log.record(Reason.PREFIX_HIT, request_id, num_hits)
 
     def update_from_output(self, plan: SchedulerOutput, result: StepResult) -> list[TokenEvent]:
         """Take in what a step computed; what it means for each request, in the plan's order.
@@ -319,16 +296,9 @@ class Scheduler:
         return True
 
     def _end(self, request: Request, reason: str, message: str = "") -> None:
+        self.journal.end(request, reason, message)
         request_id = request.request_id
-        if reason == "error":
-            self.event_log.record(Reason.FAULT, request_id, message)
-        elif reason == "abort":
-            self.event_log.record(Reason.ABORTED, request_id, request.num_output_tokens)
-        else:
-            self.event_log.record(Reason.FINISHED, request_id, reason, request.num_output_tokens)
         del self.requests[request_id]
-        self.held.pop(request_id, None)
-        self.num_dropped.pop(request_id, None)
         was_running = request.status is Status.RUNNING
         request.status = Status.FINISHED
         request.finish_reason = reason
@@ -369,11 +339,11 @@ class Scheduler:
             num_blocks=self.kv.pool.num_blocks,
             num_free_blocks=self.kv.pool.num_free,
             num_cached_blocks=self.kv.cache.num_evictable,
-            num_preemptions=self._totals.preemptions,
-            prefix_queries_tokens=self._totals.queries_tokens,
-            prefix_hits_tokens=self._totals.hits_tokens,
-            recomputed_tokens=self._totals.recomputed_tokens,
-            steps=self._totals.steps,
+            num_preemptions=self.journal.num_preemptions,
+            prefix_queries_tokens=self.journal.queries_tokens,
+            prefix_hits_tokens=self.journal.hits_tokens,
+            recomputed_tokens=self.journal.recomputed_tokens,
+            steps=self.journal.steps,
         )
 
     def audit(self) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler counts."""
+"""A snapshot of the scheduler, for metrics and benchmarks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,3 @@ class SchedulerStats(NamedTuple):
     recomputed_tokens: int
     """Computed before a preemption, and not found again after it (C5)."""
     steps: int
-
-
-class Totals:
-    """Counters since the start; see SchedulerStats."""
-
-    __slots__ = ("hits_tokens", "preemptions", "queries_tokens", "recomputed_tokens", "steps")
-
-    def __init__(self) -> None:
-        self.hits_tokens = 0
-        self.preemptions = 0
-        self.queries_tokens = 0
-        self.recomputed_tokens = 0
-        self.steps = 0
