@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beds.backends import TEST_BACKENDS, kernels_of
+from beds.backends import TEST_BACKENDS, backend_settings, kernels_of
 from beds.steps import Drive, Sequence, alone_and_whole
 from beds.tiny_llama import VARIANTS, make_checkpoint
 from octavo.models.registry import Model, build_model
@@ -123,8 +123,8 @@ from dataclasses import replace
 from octavo.kernels.api import load_backend
 from octavo.models.registry import build_model
 
-backend, threads = sys.argv[1:]
-kernels = load_backend(backend, threads=int(threads) if backend == "cpu" else None)
+name, dtype, threads = sys.argv[1:]
+kernels = load_backend(name, dtype=dtype, threads=int(threads) if name == "cpu" else None)
 config = replace(
     VARIANTS["untied"], hidden_size=640, intermediate_size=10300, num_hidden_layers=1,
     num_attention_heads=10, num_key_value_heads=5, head_dim=64, vocab_size=5000,
@@ -144,7 +144,7 @@ def test_the_number_of_threads_changes_no_bit(backend: str) -> None:
         blas = {"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}
         paths = os.pathsep.join([str(ROOT / "tests"), *sys.path])
         done = subprocess.run(
-            [sys.executable, "-c", THREADS_SCRIPT, backend, threads],
+            [sys.executable, "-c", THREADS_SCRIPT, *backend_settings(backend).values(), threads],
             env={**os.environ, **blas, "PYTHONPATH": paths},
             capture_output=True,
             text=True,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from beds.backends import TEST_BACKENDS
+from beds.backends import TEST_BACKENDS, backend_settings
 from beds.tiny_llama import TIED, make_checkpoint
 from octavo.config import make_config
 from octavo.errors import ConfigError, ModelLoadError
@@ -17,7 +17,9 @@ from octavo.worker.load import load_executor, resolve_max_model_len
 
 @pytest.mark.parametrize("backend", TEST_BACKENDS)
 def test_a_loaded_executor_answers(backend: str) -> None:
-    config = make_config(backend=backend, num_kv_blocks=10, max_num_seqs=2, max_model_len=100)
+    config = make_config(
+        **backend_settings(backend), num_kv_blocks=10, max_num_seqs=2, max_model_len=100
+    )
     executor = load_executor(config, make_checkpoint("tied"))
     assert (executor.num_kv_blocks, executor.max_model_len, executor.vocab_size) == (10, 100, 96)
     greedy = SamplingParams(temperature=0)
@@ -33,9 +35,9 @@ def test_a_loaded_executor_answers(backend: str) -> None:
 @pytest.mark.parametrize("backend", TEST_BACKENDS)
 def test_the_report_says_what_runs_and_what_it_takes(backend: str) -> None:
     """R41, R60: sizes of weights, pool and rotary cache, and the shape of the model."""
-    config = make_config(backend=backend, num_kv_blocks=10)
+    config = make_config(**backend_settings(backend), num_kv_blocks=10)
     report = load_executor(config, make_checkpoint("tied")).describe()
-    assert report["backend"] == backend
+    assert report["backend"] == backend_settings(backend)["backend"]
     assert {"isa", "threads", "dtype", "weights"} <= set(report)
     assert report["KV pool"].startswith("10 blocks of 16 = 160 tokens")
     assert report["rotary cache"] == "256 positions, 0.0 MiB"
