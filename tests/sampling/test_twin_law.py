@@ -111,7 +111,6 @@ def test_any_batch_in_any_order_equals_each_row_alone(vocab_size: int, data: st.
     assert run(sampler, logits, states) == alone
     shuffled = run(sampler, [logits[i] for i in order], [states[i] for i in order])
     assert shuffled == [alone[i] for i in order]
-    assert len({id(x) for x in states}) == len(rows)
 
 
 @pytest.mark.parametrize("offset", range(0, 17))
