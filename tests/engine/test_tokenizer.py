@@ -260,6 +260,14 @@ def test_the_first_rule_of_a_space_prefix_means_the_start_of_the_text() -> None:
     assert tokenizer.decode([3]) == " a", "without BOS it may continue a text"
 
 
+def test_the_ends_of_a_sequence_are_control_tokens_whatever_their_type() -> None:
+    """C100: some files have no token types, or call BOS and EOS normal."""
+    tokenizer = Tokenizer(gguf_spec(token_type=None))
+    assert {BOS, EOS} == tokenizer.special_ids
+    assert tokenizer.encode("<|im_end|>") == [EOS]
+    assert EOS not in tokenizer.encode("<|im_end|>", parse_special=False)
+
+
 def test_user_defined_tokens_are_found_in_any_text() -> None:
     """They are words of the model (<think>), not control tokens."""
     types = [3, 4, 3, 3] + [1] * (Tokenizer(gguf_spec()).vocab_size - 4)

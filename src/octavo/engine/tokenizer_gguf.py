@@ -97,10 +97,10 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     nearly right gives text that is nearly right.
     """
     model = metadata.get("tokenizer.ggml.model")
-    tokens = list(metadata.get("tokenizer.ggml.tokens") or ())
+    tokens = _array(metadata, "tokens")
     if not tokens:
         raise ModelLoadError("this GGUF file has no tokenizer (no tokenizer.ggml.tokens)")
-    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type") or ()]
+    types = [int(kind) for kind in _array(metadata, "token_type")]
     if len(types) not in (0, len(tokens)):
         raise ModelLoadError(f"tokenizer.ggml: {len(tokens)} tokens, but {len(types)} types")
     types = types or [NORMAL] * len(tokens)
@@ -114,15 +114,19 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     else:
         message = f"tokenizer.ggml.model is {model!r}; Octavo reads gpt2 and llama"
         raise ModelLoadError(f"{message}. Use a model of the Llama family, or its HF folder")
-    user_defined = [text for text, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    for name in ("bos", "eos", "eot"):  # some files call them normal tokens
+        token_id = _token_id(metadata, name, len(tokens))
+        if token_id is not None and types[token_id] == NORMAL:
+            types[token_id] = CONTROL
+    odd = [i for i, kind in enumerate(types) if kind in (CONTROL, UNKNOWN, USER_DEFINED)]
+    user_defined = [tokens[i] for i in odd if types[i] == USER_DEFINED]
     native.add_tokens([AddedToken(text, normalized=False) for text in user_defined])
-    control = {t: i for i, t in enumerate(tokens) if types[i] in (CONTROL, UNKNOWN) and t}
-    literal = (i for i, kind in enumerate(types) if kind in (CONTROL, UNKNOWN, USER_DEFINED))
+    control = [i for i in odd if types[i] != USER_DEFINED and tokens[i]]
     return Vocabulary(
         native=native,
         size=len(tokens),
-        control_tokens={text: ControlToken(i) for text, i in control.items()},
-        literal_ids=frozenset(literal),
+        control_tokens={tokens[i]: ControlToken(i) for i in control},
+        literal_ids=frozenset(odd),
         byte_level=model == "gpt2",
         space_prefix=space_prefix,
         bos_token_id=_token_id(metadata, "bos", len(tokens)),
@@ -132,6 +136,12 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
         add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
     )
+
+
+def _array(metadata: Mapping[str, Any], name: str) -> list[Any]:
+    """An array of the file, whatever holds it (a list, numpy); [] where the file has none."""
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    return [] if value is None else list(value)
 
 
 def _token_id(metadata: Mapping[str, Any], name: str, size: int) -> int | None:
@@ -162,9 +172,8 @@ def _byte_level_bpe(
     metadata: Mapping[str, Any], tokens: Sequence[str]
 ) -> tuple[NativeTokenizer, PreTokenizer]:
     pre = pre_tokenizer_of(metadata)
-    lines = metadata.get("tokenizer.ggml.merges") or ()
-    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
-    if any(not right or " " in right for _, right in merges):
+    merges = [tuple(line.split(" ")) for line in _array(metadata, "merges")]
+    if set(map(len, merges)) - {2}:
         raise ModelLoadError("tokenizer.ggml.merges: each entry must be two tokens and one space")
     vocab = {text: token_id for token_id, text in enumerate(tokens)}
     native = _bpe(vocab, merges, ignore_merges=pre.ignore_merges)
@@ -184,7 +193,7 @@ def _byte_level_bpe(
 def _sentencepiece_bpe(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], *, with_prefix: bool
 ) -> NativeTokenizer:
-    scores = [float(score) for score in metadata.get("tokenizer.ggml.scores") or ()]
+    scores = [float(score) for score in _array(metadata, "scores")]
     if len(scores) != len(tokens):
         raise ModelLoadError(f"tokenizer.ggml: {len(tokens)} tokens, but {len(scores)} scores")
     vocab = {text: token_id for token_id, text in enumerate(tokens)}
@@ -204,7 +213,7 @@ def _sentencepiece_bpe(
 
 def _merges_from_scores(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
-) -> list[tuple[str, str]]:
+) -> list[tuple[str, ...]]:
     """Every way to make a normal piece of two, the piece with the best score first.
 
     Control and byte tokens are left out: no text may merge into them.
@@ -220,7 +229,7 @@ def _merges_from_scores(
     return [(left, right) for _, _, left, right in found]
 
 
-def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> NativeTokenizer:
+def _bpe(vocab: dict[str, int], merges: list[Any], **options: Any) -> NativeTokenizer:
     try:
         return NativeTokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     except Exception as error:  # the library raises bare Exception
