@@ -10,6 +10,9 @@
 
 #include "elementwise.hpp"
 #include "micro.hpp"
+#if defined(__AMX_BF16__)
+#include "amx.hpp"
+#endif
 
 namespace octavo::OCTAVO_LEVEL {
 
@@ -18,6 +21,16 @@ constexpr i64 kTileUnits = kTileKeys / kUnit;
 constexpr i64 kSplitKeys = 512;
 constexpr i64 kTileQueries = 48;  // query rows x heads that share one walk over K and V
 constexpr float kMinusInf = -__builtin_inff();
+
+#if defined(__AMX_BF16__)
+using AttentionBf16 = DotTiles;
+template <class D>
+constexpr bool kOnTiles = std::is_same_v<D, DotTiles>;
+#else
+using AttentionBf16 = DotPacked;
+template <class D>
+constexpr bool kOnTiles = false;
+#endif
 
 // Query rows [first_row, first_row + num_rows) of a request, for the heads that share a KV head.
 struct AttentionItem {
@@ -46,12 +59,14 @@ struct AttentionTask {
     const AttentionArgs& args;
     const AttentionItem& item;
     i64 group, count, dim;     // heads a KV head, queries here, padded head_dim
+    i64 room;                  // queries that the buffers below have room for: whole tiles
     i64 first_len, seq_len;    // keys of the first row; of the request
-    A* q;                      // [count][dim]
-    float* scores;             // [count][kTileKeys]
-    A* p;                      // [count][kTileKeys]
+    A* q;                      // [room][dim]
+    float* scores;             // [room][kTileKeys]
+    A* p;                      // [room][kTileKeys]
     VF* sums;                  // [count] sums of p, lane by lane
     float* alpha;              // [count]
+    float* values;             // [16][dim], on tiles only
     B* gathered;               // [kTileUnits][2][kUnit * dim]
     const B* k_units[kTileUnits];
     const B* v_units[kTileUnits];
@@ -61,9 +76,11 @@ struct AttentionTask {
 
     static i64 scratch_bytes(i64 count, i64 dim) {
         const i64 a = static_cast<i64>(sizeof(A)), b = static_cast<i64>(sizeof(B));
+        const i64 states = 2 * 4 * softmax_floats(count, dim);
+        count = round_up(count, 16);
         return round_up(count * dim * a, 64) + count * kTileKeys * (4 + a) +
                count * static_cast<i64>(sizeof(VF)) + round_up(count * 4, 64) +
-               2 * kTileKeys * dim * b + 1024 + 2 * 4 * softmax_floats(count, dim) + 256;
+               2 * kTileKeys * dim * b + 16 * dim * 4 + 1024 + states;
     }
 
     AttentionTask(const AttentionArgs& args, const AttentionItem& item, char*& memory)
@@ -71,6 +88,7 @@ struct AttentionTask {
         group = args.query.heads / args.pool.num_heads;
         count = item.num_rows * group;
         dim = args.pool.dim_padded;
+        room = kOnTiles<D> ? round_up(count, 16) : count;
         seq_len = args.seq_lens[item.request];
         const i64 begin = args.query_start_loc[item.request];
         const i64 end = args.query_start_loc[item.request + 1];
@@ -80,11 +98,12 @@ struct AttentionTask {
             memory += round_up(bytes, 64);
             return at;
         };
-        q = reinterpret_cast<A*>(take(count * dim * static_cast<i64>(sizeof(A))));
-        scores = reinterpret_cast<float*>(take(count * kTileKeys * 4));
-        p = reinterpret_cast<A*>(take(count * kTileKeys * static_cast<i64>(sizeof(A))));
+        q = reinterpret_cast<A*>(take(room * dim * static_cast<i64>(sizeof(A))));
+        scores = reinterpret_cast<float*>(take(room * kTileKeys * 4));
+        p = reinterpret_cast<A*>(take(room * kTileKeys * static_cast<i64>(sizeof(A))));
         sums = reinterpret_cast<VF*>(take(count * static_cast<i64>(sizeof(VF))));
         alpha = reinterpret_cast<float*>(take(count * 4));
+        values = reinterpret_cast<float*>(take(kOnTiles<D> ? 16 * dim * 4 : 0));
         gathered = reinterpret_cast<B*>(take(2 * kTileKeys * dim * static_cast<i64>(sizeof(B))));
         load_queries(begin);
     }
@@ -154,8 +173,37 @@ struct AttentionTask {
         v_units[u] = own + size;
     }
 
+#if defined(__AMX_BF16__)
+    void score_on_tiles(i64 first, i64 num_units) {
+        for (i64 i = first / 16 * 16; i < count; i += 16) {
+            amx_scores(q + i * dim, dim, k_units, num_units, scores + i * kTileKeys, kTileKeys);
+        }
+    }
+
+    void weigh_on_tiles(i64 first, i64 num_units, const Softmax& state) {
+        for (i64 i = first / 16 * 16; i < count; i += 16) {
+            amx_values(p + i * kTileKeys, kTileKeys, v_units, num_units, dim, values);
+            for (i64 row = max64(i, first); row < min64(i + 16, count); ++row) {
+                float* sum = state.acc + row * dim;
+                const float* more = values + (row - i) * dim;
+                const VF factor = set1(alpha[row]);
+                for (i64 d = 0; d < dim; d += VF::W) {
+                    store(sum + d, fma(load(sum + d), factor, load(more + d)));
+                }
+            }
+        }
+    }
+#endif
+
     // scores[i][keys of num_units] = q[i] . K
     void score(i64 first, i64 num_units) {
+#if defined(__AMX_BF16__)
+        if constexpr (kOnTiles<D>) return score_on_tiles(first, num_units);
+#endif
+        if constexpr (!kOnTiles<D>) score_on_vectors(first, num_units);
+    }
+
+    void score_on_vectors(i64 first, i64 num_units) {
         for (i64 u = 0; u < num_units; ++u) {
             for_row_tiles(count - first, [&](i64 offset, auto rows) {
                 constexpr int R = decltype(rows)::value, V = kUnit / VF::W;
@@ -207,6 +255,13 @@ struct AttentionTask {
 
     // acc[i] = acc[i] * alpha[i] + p[i] . V
     void weigh(i64 first, i64 num_units, const Softmax& state) {
+#if defined(__AMX_BF16__)
+        if constexpr (kOnTiles<D>) return weigh_on_tiles(first, num_units, state);
+#endif
+        if constexpr (!kOnTiles<D>) weigh_on_vectors(first, num_units, state);
+    }
+
+    void weigh_on_vectors(i64 first, i64 num_units, const Softmax& state) {
         for_row_tiles(count - first, [&](i64 offset, auto rows) {
             constexpr int R = decltype(rows)::value, CV = VF::W == 4 ? 2 : vecs_of(R);
             i64 column = 0;
@@ -239,6 +294,9 @@ struct AttentionTask {
     void run_split(i64 split, const Softmax& state) {
         const i64 start = split * kSplitKeys, end = min64(start + kSplitKeys, longest());
         const i64 first = first_query(start);
+#if defined(__AMX_BF16__)
+        if constexpr (kOnTiles<D>) configure_attention();
+#endif
         for (i64 i = first; i < count; ++i) {
             state.m[i] = kMinusInf;
             sums[i] = zero();
@@ -252,6 +310,9 @@ struct AttentionTask {
             for (i64 i = begin; i < count; ++i) soften(i, tile, num_units, state);
             weigh(begin, num_units, state);
         }
+#if defined(__AMX_BF16__)
+        if constexpr (kOnTiles<D>) _tile_release();
+#endif
         for (i64 i = first; i < count; ++i) state.l[i] = reduce_add(sums[i]);
     }
 
@@ -402,7 +463,7 @@ inline void attention(const AttentionArgs& args) {
     if (args.pool.dtype == DType::f32) {
         attention_as<DotF32>(args);
     } else {
-        attention_as<DotPacked>(args);
+        attention_as<AttentionBf16>(args);
     }
 }
 

@@ -37,7 +37,7 @@ DType dtype_of(const Array& array, const char* name) {
 template <class Array>
 void require_last_axis(const Array& array, const char* name) {
     const auto last = array.ndim() - 1;
-    if (array.shape(last) > 1 && array.stride(last) != 1) {
+    if (array.size() > 0 && array.shape(last) > 1 && array.stride(last) != 1) {
         fail(std::string(name) + ": the last axis must be contiguous");
     }
 }
