@@ -85,6 +85,7 @@ def test_no_body_is_an_internal_error(
 @pytest.mark.parametrize("path", sorted(BASES))
 @given(content=st.binary(max_size=40))
 def test_no_bytes_are_an_internal_error(fuzzed: AppClient, path: str, content: bytes) -> None:
-    response = fuzzed.post(path, content=content)
+    headers = {"content-type": "application/json"}
+    response = fuzzed.post(path, content=content, headers=headers)
     assert response.status_code == 400
     assert strict_json(response.content)["error"]["code"] == 400

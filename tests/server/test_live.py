@@ -79,6 +79,15 @@ def test_a_client_that_goes_away_before_the_first_token(slow_server: LiveServer)
     wait_until(lambda: engine.aborted == [0])
 
 
+def test_a_client_with_a_large_body_is_seen_to_go_away(slow_server: LiveServer) -> None:
+    """C64: reading is paused while a large body comes in, and must go on afterwards."""
+    engine = slow_server.engine
+    connection = slow_server.send({**LONG, "user": "x" * 500_000})
+    wait_until(lambda: engine.num_steps >= 3)
+    connection.close()
+    wait_until(lambda: engine.aborted == [0])
+
+
 def test_all_prompts_of_a_request_end_with_the_client(slow_server: LiveServer) -> None:
     """C64: a batch of prompts is several requests to the engine."""
     engine = slow_server.engine
@@ -115,7 +124,7 @@ def test_no_text_is_lost_to_slow_readers(server: LiveServer) -> None:
     url = server.url + "/v1/completions"
 
     def body(seed: int) -> dict[str, Any]:
-        return {"prompt": "hi", "seed": seed, "max_tokens": 80, "n": 2, "logprobs": 2}
+        return {"prompt": "hi", "seed": seed, "max_tokens": 40, "n": 2, "logprobs": 2}
 
     async def read_slowly(client: httpx.AsyncClient, seed: int) -> None:
         rng = random.Random(seed)

@@ -59,6 +59,13 @@ def test_an_address_that_cant_be_used_says_what_to_do(host: str, port: int, says
         bind(host, port)
 
 
+def test_an_empty_key_is_told_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert serve(never, port=0, api_key="") == 1
+    assert "api_key" in capsys.readouterr().err
+
+
 def test_the_port_is_ours_while_the_model_loads() -> None:
     """Two servers started at once must not both load a model."""
     with bind("127.0.0.1", 0) as first, pytest.raises(OctavoError, match="in use"):
@@ -88,10 +95,9 @@ class Program:
     def open_stream(self, max_tokens: int) -> socket.socket:
         connection = self.connect()
         data = b'{"prompt": "a", "stream": true, "ignore_eos": true, "max_tokens": %d}' % max_tokens
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d"
-        )
-        connection.sendall(head % len(data) + b"\r\n\r\n" + data)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(data)
+        connection.sendall(head + data)
         return connection
 
 

@@ -189,6 +189,7 @@ def test_max_tokens_is_a_positive_whole_number(client: AppClient, max_tokens: An
     """C50: 0 asks for nothing unless the prompt is echoed."""
     assert_refused(client.complete(max_tokens=max_tokens), "max_tokens")
     assert_refused(client.chat(max_tokens=max_tokens), "max_tokens")
+    assert_refused(client.chat(max_completion_tokens=max_tokens), "max_completion_tokens")
     assert client.engine.submitted == []
 
 

@@ -1,4 +1,9 @@
-"""The ASGI application: routes, keys and errors around an engine."""
+"""The ASGI application: routes, keys and errors around an engine.
+
+With a key set, every path asks for it, also those that do not exist, and for every method, HEAD and
+OPTIONS included; open are only /health and the chat page, which is static. HEAD is taken wherever
+GET is. No cross-origin headers are sent. A trailing slash makes no difference.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +53,7 @@ class App:
         served_model_names: Sequence[str] = (),
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
-        if api_key is not None and not api_key.strip():
-            # An unset variable on a command line must not open the server.
-            raise ConfigError("api_key", "", "not empty, or left out")
+        check_api_key(api_key)
         self.engine = engine
         self.served_model_names = tuple(served_model_names) or (engine.model_name,)
         self.max_body_bytes = max_body_bytes
@@ -130,6 +133,12 @@ class App:
             yield
         finally:
             self.num_in_flight -= 1
+
+
+def check_api_key(api_key: str | None) -> None:
+    """Raises ConfigError for an empty key: an unset variable must not open a server."""
+    if api_key is not None and not api_key.strip():
+        raise ConfigError("api_key", "", "not empty, or left out")
 
 
 async def generate(

@@ -180,11 +180,12 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     shared = _shared(fields)
     sampling = shared["sampling"]
     newer = fields.integer("max_completion_tokens")
+    name = "max_tokens" if newer is None else "max_completion_tokens"
     if newer is not None:
         sampling["max_tokens"] = newer
-    if sampling.get("max_tokens") == 0:
-        name = "max_tokens" if newer is None else "max_completion_tokens"
-        raise RequestError(f"{name} is 0: nothing to generate", param=name)
+    limit = sampling.get("max_tokens")
+    if isinstance(limit, int) and limit < 1:
+        raise RequestError(f"{name} is {limit!r}, but must be 1 or above", param=name)
     _chat_logprobs(fields, sampling)
     _refuse_tools(fields)
     for name in ("add_special_tokens", "echo"):

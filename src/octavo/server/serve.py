@@ -17,7 +17,7 @@ from types import FrameType
 import uvicorn
 
 from ..errors import OctavoError
-from .app import App, make_app
+from .app import App, check_api_key, make_app
 from .engine_protocol import Engine
 
 FLUSH_SECONDS = 1.0
@@ -155,6 +155,7 @@ def serve(
     """
     _configure_logging()
     try:
+        check_api_key(api_key)
         listener = bind(host, port)
     except OctavoError as error:
         return _fail(error)

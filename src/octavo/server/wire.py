@@ -68,8 +68,12 @@ class Exchange:
                 return b"".join(parts)
 
     async def read_json_object(self, max_bytes: int) -> dict[str, Any]:
-        """The body as a JSON object. Raises ApiError: 413, 415 or 400 with the reason."""
-        media_type = self.headers.get(b"content-type", b"application/json")
+        """The body as a JSON object. Raises ApiError: 413, 415 or 400 with the reason.
+
+        The header is insisted on: what a browser sends without it, or with a form's type, it
+        sends for any page that asks, and so a strange page could put our processor to work.
+        """
+        media_type = self.headers.get(b"content-type", b"")
         media_type = media_type.split(b";")[0].strip().lower()
         if media_type != b"application/json" and not media_type.endswith(b"+json"):
             raise ApiError(415, "Send JSON, with the header Content-Type: application/json.")
