@@ -18,7 +18,7 @@ SETUP := @sh tools/setup.sh
 CPP = $$(find csrc -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help run setup test quick check lint types native bench fuzz clean
+.PHONY: help run setup test quick check lint types native format bench fuzz clean
 
 help: ## show this text
 	@echo 'usage: make TARGET [VARIABLE=value]'
@@ -61,7 +61,13 @@ native:
 	$(SETUP) --dev
 	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/check -G Ninja --log-level=WARNING \
 	    -DCMAKE_BUILD_TYPE=Release -DOCTAVO_WERROR=ON -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/check
+	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/check -- --quiet
+
+format: ## put Python and C++ into the form that check wants
+	$(SETUP) --dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CPP)
 
 bench: ## kernels, then a mixed workload end to end (MODEL, ARGS; WORKLOAD=FILE for another)
 	$(SETUP) --model smollm2-135m

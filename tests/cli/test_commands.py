@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -153,6 +155,75 @@ def test_a_reader_that_leaves_ends_generate_quietly() -> None:
     )
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> None:
+    """Replace a module of the package by one with these contents."""
+    module = ModuleType(name)
+    vars(module).update(contents)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_serve_hands_over_what_was_asked_and_loads_when_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server takes the port first: a busy port is told before a model loads."""
+    calls: list[tuple[str, dict[str, object]]] = []
+
+    def serve(load_engine: Callable[[], object], **options: object) -> int:
+        calls.append(("serve", options))
+        load_engine()
+        return 3
+
+    def engine(model: str, **settings: object) -> None:
+        calls.append((model, settings))
+
+    stand_in(monkeypatch, "octavo.server.serve", serve=serve)
+    stand_in(monkeypatch, "octavo.engine.async_llm", AsyncLLM=engine)
+    monkeypatch.setenv("OCTAVO_API_KEY", "from-the-environment")
+    flags = ["--port", "9", "--served-model-name", "a", "--served-model-name", "b"]
+    assert main(["serve", "m", "--max-num-seqs", "4", *flags]) == 3
+    wanted = {
+        "host": "127.0.0.1",
+        "port": 9,
+        "api_key": "from-the-environment",
+        "served_model_names": ["a", "b"],
+        "shutdown_timeout": 30.0,
+    }
+    assert calls == [("serve", wanted), ("m", {"max_num_seqs": 4})]
+
+
+def test_models_says_what_is_known_and_what_is_cached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(alias: str, path: Path | None) -> SimpleNamespace:
+        cached = path is not None
+        return SimpleNamespace(
+            alias=alias, description="a model", is_cached=cached, num_bytes=98_362_432, path=path
+        )
+
+    fetched: list[str] = []
+
+    def open_checkpoint(name: str) -> SimpleNamespace:
+        fetched.append(name)
+        return SimpleNamespace(path=Path("cache/x.gguf"))
+
+    rows = [row("here", Path("cache/here.gguf")), row("there", None)]
+    stand_in(
+        monkeypatch,
+        "octavo.weights.sources",
+        list_models=lambda: rows,
+        open_checkpoint=open_checkpoint,
+    )
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "98 MB" in out
+    assert "cache/here.gguf" in out
+    assert "not fetched: octavo models fetch there" in out
+    assert main(["models", "fetch"]) == 0
+    assert main(["models", "fetch", "there"]) == 0
+    assert fetched == ["smollm2-135m", "there"]
+    assert capsys.readouterr().out == "cache/x.gguf\n" * 2
 
 
 def write_workload(folder: Path, content: object) -> str:

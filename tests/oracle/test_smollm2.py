@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from octavo import LLM, SamplingParams
 from octavo.engine.tokenizer import Tokenizer
+from octavo.kernels.api import Array, load_backend
 from octavo.models.batch import ForwardBatch
 from octavo.models.registry import build_model
 from octavo.weights.sources import open_checkpoint
-
-from octavo import LLM, SamplingParams
-from octavo.kernels.api import Array, load_backend
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
