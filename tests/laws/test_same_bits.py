@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beds.backends import TEST_BACKENDS
+from beds.backends import TEST_BACKENDS, backend_settings
 from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,7 +81,7 @@ class Engines:
     def __call__(self, **settings: Any) -> LLM:
         key = repr(sorted(settings.items()))
         if key not in self.made:
-            self.made[key] = LLM(self.model, backend=self.backend, max_model_len=128, **settings)
+            self.made[key] = LLM(self.model, max_model_len=128, **backend_settings(self.backend), **settings)
         return self.made[key]
 
     def alone(self, workload: Workload) -> list[tuple[Any, ...]]:
@@ -184,7 +184,7 @@ def test_unseeded_requests_repeat_from_the_engine_seed(tmp_path: Path) -> None:
     prompts = [[5, 6, 7]] * 3
 
     def answers(seed: int) -> list[list[int]]:
-        llm = LLM(model, backend=TEST_BACKENDS[0], max_model_len=64, num_kv_blocks=16, seed=seed)
+        llm = LLM(model, max_model_len=64, num_kv_blocks=16, seed=seed)
         return [x.outputs[0].token_ids for x in llm.generate(prompts, params, use_tqdm=False)]
 
     first = answers(1)

@@ -16,14 +16,16 @@ from ..sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
 _MASK = 2**64 - 1
+SEED_BITS = 53
+"""Of derived seeds: every JSON reader keeps such a number exact, so it can be sent again."""
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The `number`-th 64-bit seed that follows from `seed` (SplitMix64's output function)."""
+    """The `number`-th seed that follows from `seed` (SplitMix64's output, cut to SEED_BITS)."""
     z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+    return (z ^ (z >> 31)) >> (64 - SEED_BITS)
 
 
 class Limits(NamedTuple):
