@@ -231,8 +231,7 @@ class RadixCache:
         while at is not None and at.parent is not None:
             if at.pins == 0:
                 self.num_evictable -= len(at.block_ids)
-            at.pins += 1
-            at.last_used = self._clock
+            at.pins += 1  # last_used moves at unpin: until then it does not matter
             at = at.parent
 
     def _remove(self, leaf: Node) -> None:
