@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
 
 NUM_STREAMS = 32
@@ -93,8 +94,8 @@ def prompt_of(number: int) -> list[int]:
     return [3 + (13 * number + 7 * j) % (VOCAB_SIZE - 3) for j in range(1 + number * 3 % 50)]
 
 
-async def stream(client: httpx.AsyncClient, number: int, *, leave_after: int | None) -> list[int]:
-    """Token ids of one streamed completion; the connection is dropped after `leave_after` events."""
+async def stream(client: httpx.AsyncClient, number: int, leave_after: int | None) -> list[int]:
+    """Token ids of one streamed completion; the client goes away after `leave_after` events."""
     body = {
         "prompt": prompt_of(number),
         "max_tokens": 5 + number * 7 % 60,
@@ -125,7 +126,7 @@ async def all_streams(url: str, leaving: frozenset[int]) -> list[list[int]]:
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
         return await asyncio.gather(
             *(
-                stream(client, number, leave_after=2 if number in leaving else None)
+                stream(client, number, 2 if number in leaving else None)
                 for number in range(NUM_STREAMS)
             )
         )

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beds.backends import TEST_BACKENDS, backend_settings
-from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from beds.backends import TEST_BACKENDS, backend_settings
+from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
 from octavo import LLM, SamplingParams
 from octavo.outputs import RequestOutput
 
@@ -81,7 +81,9 @@ class Engines:
     def __call__(self, **settings: Any) -> LLM:
         key = repr(sorted(settings.items()))
         if key not in self.made:
-            self.made[key] = LLM(self.model, max_model_len=128, **backend_settings(self.backend), **settings)
+            self.made[key] = LLM(
+                self.model, max_model_len=128, **backend_settings(self.backend), **settings
+            )
         return self.made[key]
 
     def alone(self, workload: Workload) -> list[tuple[Any, ...]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..config import make_config
-from ..core.scheduler import SchedulerStats
+from ..core.stats import SchedulerStats
 from ..errors import RequestError
 from ..outputs import CompletionOutput, RequestOutput, StreamEvent
 from ..request import Request

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from ..core.scheduler import SchedulerStats
+    from ..core.stats import SchedulerStats
     from .output_processor import Answer
 
 TTFT_BUCKETS = (
