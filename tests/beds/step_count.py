@@ -1,8 +1,9 @@
-"""Cost without a clock: count the lines of Python that some work runs."""
+"""Cost without a clock: the lines of Python that some work runs, the memory that it leaves."""
 
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -24,3 +25,14 @@ def count_steps(work: Callable[[], Any]) -> int:
     finally:
         sys.settrace(before)
     return lines
+
+
+def memory_kept(work: Callable[[], Any]) -> int:
+    """Bytes that are still held after `work`: what grows with length shows here."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        work()
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()

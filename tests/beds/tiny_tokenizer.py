@@ -101,7 +101,22 @@ def json_spec(*, add_bos: bool = False, chat_template: str | None = CHATML) -> T
     )
 
 
-SPM_WORDS = ("he", "ll", "hell", "hello", "▁hello", "▁w", "or", "▁wor", "▁world", "ld", "▁▁", "é")
+SPM_WORDS = (
+    "he",
+    "ll",
+    "hell",
+    "hello",
+    "▁hello",
+    "▁w",
+    "or",
+    "▁wor",
+    "▁world",
+    "ld",
+    "▁▁",
+    "é",
+    "s>",
+    "el",
+)
 
 
 def spm_spec(**changes: Any) -> TokenizerSpec:

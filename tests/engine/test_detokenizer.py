@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beds.step_count import count_steps
+from beds.step_count import count_steps, memory_kept
 from beds.tiny_tokenizer import FIRST_BYTE, gguf_spec, scripted, spm_spec
-from octavo.engine.detokenizer import MAX_RUN, Detokenizer
+from octavo.engine.detokenizer import MAX_RUN, Detokenizer, Run
 from octavo.engine.tokenizer import Tokenizer
 
 BYTE_LEVEL, SPM = Tokenizer(gguf_spec()), Tokenizer(spm_spec())
@@ -79,10 +79,19 @@ def test_characters_come_whole_and_broken_ones_at_once(
 def test_nothing_is_held_for_ever(piece: bytes) -> None:
     """C59: neither a run of broken characters, nor tokens that each end inside the next one."""
     tokenizer, (start, token_id) = scripted(b"\xc3", piece)
-    parts = deltas(tokenizer, [start, *[token_id] * (3 * MAX_RUN)])
+    parts = deltas(tokenizer, [start, *[token_id] * 50])
     silent = max(len(gap) for gap in "".join("x" if p else "." for p in parts).split("x"))
-    assert silent <= MAX_RUN
-    assert "".join(parts) == tokenizer.decode([start, *[token_id] * (3 * MAX_RUN)])
+    assert silent <= MAX_RUN < 20
+    assert "".join(parts) == tokenizer.decode([start, *[token_id] * 50])
+
+
+def test_a_broken_character_belongs_to_the_tokens_that_hold_it() -> None:
+    """C58: the token that proves it broken is a run of its own."""
+    tokenizer, (broken, good) = scripted(b"\xf0", b"x")
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.push(broken) == []
+    assert detokenizer.push(broken) == [Run((b"\xf0",), "\ufffd")]
+    assert detokenizer.push(good) == [Run((b"\xf0",), "\ufffd"), Run((b"x",), "x")]
 
 
 def test_cost_per_token_does_not_grow() -> None:
@@ -96,5 +105,5 @@ def test_cost_per_token_does_not_grow() -> None:
 
     feed(ids[:1000])
     early = count_steps(lambda: feed(ids[1000:2000]))
-    feed(ids[2000:-1000])
+    assert memory_kept(lambda: feed(ids[2000:-1000])) < 10_000
     assert count_steps(lambda: feed(ids[-1000:])) <= 1.1 * early

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beds.step_count import count_steps
+from beds.step_count import count_steps, memory_kept
 from beds.tiny_tokenizer import CONTROL, EOS, gguf_spec, scripted
 from octavo.engine.stop_matcher import StopMatcher
 from octavo.engine.text_stream import Piece, TextStream
@@ -21,7 +21,8 @@ LETTERS = [TINY.encode(letter)[0] for letter in "ABC"]
 SMILE = TINY.encode("🫠")
 WORDS = [TINY.encode(word)[0] for word in ("hello", " wor", "é")]
 IDS = st.lists(st.sampled_from([*LETTERS, *LETTERS, *SMILE, *WORDS, 0]), max_size=24)
-STOPS = st.lists(st.text("ABCoé 🫠", min_size=1, max_size=4), max_size=4).map(tuple)
+STOP = st.one_of(*(st.text(letters, min_size=1, max_size=4) for letters in ("AB", "ABCoé 🫠")))
+STOPS = st.lists(STOP, max_size=4).map(tuple)
 
 
 def logprobs_of(ids: list[int]) -> tuple[TokenLogprobs, ...]:
@@ -192,6 +193,17 @@ def test_entries_hold_exact_bytes_and_independent_alternatives() -> None:
     assert first.top[0].logprob == first.logprob
 
 
+def test_entries_stay_exact_where_tokens_never_end_with_a_character() -> None:
+    """C58: text let go in mid-character, then cut at a stop string."""
+    tokenizer, (first, middle, last) = scripted(b"\xc3", b"\xa9\xc3", b"\xa9AB")
+    ids = [first, *[middle] * 20, last]
+    pieces = stream(tokenizer, [[i] for i in ids], SamplingParams(stop=("AB",), logprobs=0))
+    text, shown, _, _, stop = joined(pieces)
+    assert (text, shown, stop) == ("é" * 21, ids, "AB")
+    entries = [entry.token_bytes for piece in pieces for entry in piece.logprobs]
+    assert b"".join(entries).decode() == text
+
+
 def test_cost_does_not_grow_with_length_or_stop_strings() -> None:
     """C107: 20,000 tokens against 64 stop strings that nearly match all the time."""
     stops = tuple("A" * n + "Z" for n in range(1, 65))
@@ -205,7 +217,7 @@ def test_cost_does_not_grow_with_length_or_stop_strings() -> None:
 
     feed(10)
     early = count_steps(lambda: feed(10))
-    feed(170)
+    assert memory_kept(lambda: feed(170)) < 20_000
     assert count_steps(lambda: feed(10)) <= 1.1 * early
     few = TextStream(TINY, SamplingParams(stop=stops[-1:], logprobs=0))
     text, many = few, early

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beds.real_model import model_path
-from beds.tiny_tokenizer import BOS, EOS, gguf_spec, json_spec, scripted, spm_spec
+from beds.tiny_tokenizer import (
+    BOS,
+    EOS,
+    byte_level_tokens,
+    gguf_spec,
+    json_spec,
+    scripted,
+    spm_spec,
+)
 from octavo.checkpoint import TokenizerSpec
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.tokenizer_gguf import PRE_TOKENIZERS, vocabulary_from_gguf
@@ -275,6 +283,16 @@ def test_user_defined_tokens_are_found_in_any_text() -> None:
     assert tokenizer.encode("a<|im_start|>b", parse_special=False)[1] == 1
     assert 1 not in tokenizer.special_ids
     assert tokenizer.decode([1]) == "<|im_start|>"
+
+
+def test_added_tokens_are_written_as_they_stand() -> None:
+    """C46: the text of a control or user-defined token is no byte alphabet."""
+    tokens = [*byte_level_tokens(), "é à", "<é>"]
+    types = [1] * (len(tokens) - 2) + [4, 3]
+    tokenizer = Tokenizer(gguf_spec(tokens=tokens, token_type=types))
+    assert tokenizer.encode("xé à<é>")[1:] == [len(tokens) - 2, len(tokens) - 1]
+    assert tokenizer.token_bytes(len(tokens) - 2) == "é à".encode()
+    assert tokenizer.token_bytes(len(tokens) - 1) == "<é>".encode()
 
 
 def test_bytes_of_tokens_are_exact() -> None:
