@@ -112,7 +112,11 @@ class Tokenizer:
         RequestError for messages that are malformed or that the template refuses.
         """
         text, placeholders = self._render(
-            messages, add_generation_prompt, continue_final_message, chat_template, template_kwargs
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs,
         )
         return self._with_bos(self._encode(text, placeholders=placeholders))
 
@@ -127,13 +131,18 @@ class Tokenizer:
     ) -> str:
         """Text that apply_chat_template encodes; in it, control tokens and text look alike."""
         text, placeholders = self._render(
-            messages, add_generation_prompt, continue_final_message, chat_template, template_kwargs
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs,
         )
         return placeholders.restore(text)
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        *,
         add_generation_prompt: bool,
         continue_final_message: bool,
         chat_template: str | None,
@@ -175,29 +184,34 @@ class Tokenizer:
         """Ids of a text: control tokens by our pattern, what lies between by the library."""
         ids: list[int] = []
         position = 0
+
+        def plain(end: int) -> None:
+            ids.extend(self._encode_plain(text[position:end], placeholders, first=position == 0))
+
         if parse_special:
             control_tokens = self._vocabulary.control_tokens
             for match in self._control_pattern.finditer(text):
-                self._encode_plain(ids, text, position, match.start(), placeholders)
+                plain(match.start())
                 found = control_tokens.get(match[0]) or control_tokens[match[0].strip()]
                 ids.append(found.token_id)
                 position = match.end()
-        self._encode_plain(ids, text, position, len(text), placeholders)
+        plain(len(text))
         return ids
 
     def _encode_plain(
-        self, ids: list[int], text: str, start: int, end: int, placeholders: Placeholders | None
-    ) -> None:
-        piece = text[start:end]
+        self, piece: str, placeholders: Placeholders | None, *, first: bool
+    ) -> list[int]:
+        """Ids of a text without control tokens; `first`: nothing stands before it."""
         if placeholders is not None:
             piece = placeholders.restore(piece)
         if not piece:
-            return
-        first = start == 0 and self._vocabulary.space_prefix == "first"
-        if first and not piece.startswith((" ", SPACE_MARK)):
+            return []
+        wants_space = first and self._vocabulary.space_prefix == "first"
+        if wants_space and not piece.startswith((" ", SPACE_MARK)):
             piece = " " + piece
         try:
-            ids += self._vocabulary.native.encode(piece, add_special_tokens=False).ids
+            ids: list[int] = self._vocabulary.native.encode(piece, add_special_tokens=False).ids
+            return ids
         except (TypeError, UnicodeEncodeError) as error:  # a lone half of a surrogate pair
             message = "the text is not valid Unicode: it has half of a surrogate pair"
             raise RequestError(message, param="prompt") from error

@@ -78,7 +78,7 @@ class LlamaForCausalLM:
         self.kernels.embedding(batch.input_ids, self.embed_tokens, scratch.residual)
         for index, layer in enumerate(self.layers):
             self._norm_into_hidden(scratch, layer.input_norm, first=index == 0)
-            self._attention(layer, index, batch, kv_cache, scratch)
+            self._attention(layer, index, batch=batch, kv_cache=kv_cache, scratch=scratch)
             self._norm_into_hidden(scratch, layer.post_attention_norm, first=False)
             self._mlp(layer, scratch)
         return self._logits(batch.logits_indices, scratch, arena)
@@ -95,6 +95,7 @@ class LlamaForCausalLM:
         self,
         layer: LlamaLayer,
         index: int,
+        *,
         batch: ForwardBatch,
         kv_cache: KVCache,
         scratch: Scratch,

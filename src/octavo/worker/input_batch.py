@@ -56,7 +56,8 @@ class InputBatch:
         np.cumsum(num_new, out=query_start_loc[1:])
         num_tokens = int(query_start_loc[-1])
         seq_lens = num_computed + num_new
-        self._check(plan, rows, seq_lens, samples, num_tokens)
+        self._check(rows, seq_lens, samples)
+        assert num_tokens == plan.num_scheduled_tokens, "both sides count for themselves"
 
         # Token t belongs to request r(t), and stands where r's computed tokens end, and on.
         first_positions = np.repeat(num_computed - query_start_loc[:-1], num_new)  # [T]
@@ -82,11 +83,8 @@ class InputBatch:
                 self.block_table[request.row, begin:end] = request.new_block_ids
                 self.num_blocks[request.row] = end
 
-    def _check(
-        self, plan: SchedulerOutput, rows: Array, seq_lens: Array, samples: Array, num_tokens: int
-    ) -> None:
-        """Both sides of the line count for themselves, and must agree."""
-        assert num_tokens == plan.num_scheduled_tokens
+    def _check(self, rows: Array, seq_lens: Array, samples: Array) -> None:
+        """Scheduler and worker each know how far a row is, and must agree."""
         known = self.num_tokens[rows]
         assert (seq_lens <= known).all(), "a position was scheduled whose token is not known"
         assert ((seq_lens == known) == samples.astype(bool)).all(), (
