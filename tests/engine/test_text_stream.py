@@ -225,6 +225,19 @@ def test_cost_does_not_grow_with_length_or_stop_strings() -> None:
     assert many <= 1.5 * count_steps(lambda: feed(10))
 
 
+def test_every_small_set_of_stop_strings_matches_as_defined() -> None:
+    """C56: stop strings that begin, end or lie in one another, against the definition."""
+    words = ["".join(letters) for n in (1, 2, 3) for letters in itertools.product("AB", repeat=n)]
+    texts = ["".join(letters) for letters in itertools.product("AB", repeat=5)]
+    for stops in itertools.combinations([*words, "AABA", "BABB"], 2):
+        matcher = StopMatcher(stops)
+        for text in texts:
+            expected, stop = cut_at_stop(text, stops)
+            state, end = matcher.scan(0, text)
+            found = (end - matcher.match_length[state], end) if end >= 0 else None
+            assert found == ((len(expected), len(expected) + len(stop)) if stop else None)
+
+
 def test_a_long_stop_string_costs_its_length_once() -> None:
     """The tree of stop strings is linear in their characters."""
     matcher = StopMatcher(("x" * 5000, "y" * 5000))
