@@ -23,7 +23,10 @@ ROOMS: dict[str, set[str]] = {
     "server": {"core", "engine"},
     "cli": {"core", "engine", "server", "weights", "worker", "kernels", "models", "sampling"},
 }
-COMPOSITION_ROOTS = {"engine/build.py": {"weights", "worker"}}
+COMPOSITION_ROOTS = {
+    "engine/build.py": {"weights", "worker"},
+    "__main__.py": {"cli"},
+}
 """Where rooms are wired together, and what each may import beyond its room's law."""
 
 DYNAMIC = {"__init__.py", "kernels/api.py", "models/registry.py", "cli/main.py"}

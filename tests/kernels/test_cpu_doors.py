@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from beds.cpu_kernels import LEVELS, kernels, poisoned
 
+from beds.cpu_kernels import LEVELS, kernels, poisoned
 from octavo.errors import ConfigError
 from octavo.kernels.api import load_backend
 from octavo.kernels.cpu import CpuKernels, available_cpus, make_kernels

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from beds.cpu_kernels import CASES, IDS, Paged, bits, kernels, poisoned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from beds.cpu_kernels import CASES, IDS, Paged, bits, kernels, poisoned
 from octavo.kernels.api import Array
 from octavo.kernels.cpu import CpuKernels
 

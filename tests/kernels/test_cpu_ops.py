@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from beds.cpu_kernels import (
-    BFLOAT16, CASES, IDS, Paged, assert_close, exact, kernels, poisoned, rounded, tolerance,
+    BFLOAT16,
+    CASES,
+    IDS,
+    Paged,
+    assert_close,
+    exact,
+    kernels,
+    poisoned,
+    rounded,
+    tolerance,
 )  # fmt: skip
 
 cases = pytest.mark.parametrize("case", CASES, ids=IDS)

@@ -1,0 +1,129 @@
+"""LLM over a tiny model file: the Python interface as a user meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf, write_tiny_hf
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError, ModelLoadError, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_gguf(tmp_path_factory.mktemp("llm") / "tiny.gguf"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> Iterator[LLM]:
+    made = LLM(model=model, num_kv_blocks=64, max_model_len=128)
+    yield made
+    made.close()
+
+
+def test_the_articles_call_works(model: str) -> None:
+    """R110: enable_chunked_prefill and max_num_batched_tokens; the budget caps each step."""
+    llm = LLM(model=model, enable_chunked_prefill=True, max_num_batched_tokens=16)
+    whole = LLM(model=model, enable_chunked_prefill=False, max_num_batched_tokens=2048)
+    prompt = [3 + i for i in range(100)]
+    chunked = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+    assert chunked.outputs[0].token_ids == whole.generate(prompt, GREEDY)[0].outputs[0].token_ids
+    assert llm.stats().steps == whole.stats().steps + 100 // 16  # 7 chunks instead of 1
+
+
+def test_prompts_in_every_form_agree(llm: LLM) -> None:
+    text = "hello there"
+    ids = llm.tokenizer.encode(text)
+    forms = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}]
+    answers = llm.generate(forms, GREEDY, use_tqdm=False)
+    assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
+    assert answers[0].prompt == text
+    assert all(answer.prompt_token_ids == ids for answer in answers)
+    assert llm.generate(ids, GREEDY)[0].outputs[0].token_ids == answers[0].outputs[0].token_ids
+
+
+def test_chat_is_the_template_then_generate(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = llm.tokenizer.apply_chat_template(messages)
+    (by_chat,) = llm.chat(messages, GREEDY)
+    (by_hand,) = llm.generate([prompt], GREEDY)
+    assert by_chat.outputs[0].token_ids == by_hand.outputs[0].token_ids
+    assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
+
+
+def test_stream_joined_is_generate(llm: LLM) -> None:
+    """The plain answer is the fold of the stream."""
+    events = list(llm.stream("abc", GREEDY))
+    (whole,) = llm.generate("abc", GREEDY)
+    assert "".join(event.text for event in events) == whole.outputs[0].text
+    assert [x for event in events for x in event.token_ids] == whole.outputs[0].token_ids
+
+
+def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
+    for _ in llm.stream("abc", SamplingParams(max_tokens=50, ignore_eos=True)):
+        break
+    stats = llm.stats()
+    assert stats.num_running == stats.num_waiting == 0
+    assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+
+
+def test_one_bad_prompt_is_refused_before_any_runs(llm: LLM) -> None:
+    """Nothing is computed, nothing is left over."""
+    steps = llm.stats().steps
+    for prompts in (["good", ""], [[5], [VOCAB_SIZE]], [[5], [5] * 200]):
+        with pytest.raises(RequestError):
+            llm.generate(prompts, GREEDY)
+    with pytest.raises(RequestError, match="2 SamplingParams for 1"):
+        llm.generate("one", [GREEDY, GREEDY])
+    assert llm.stats().steps == steps
+    assert llm.stats().num_waiting == 0
+
+
+def test_an_answer_reports_its_seed_and_the_seed_repeats_it(llm: LLM) -> None:
+    """Promise 1: a derived seed is returned, and gives the same answer when sent again."""
+    sampled = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
+    (first,) = llm.generate("abc", sampled)
+    again = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True, seed=first.seed)
+    assert llm.generate("abc", again)[0].outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_logprobs_and_n(llm: LLM) -> None:
+    params = SamplingParams(n=2, temperature=1, seed=3, max_tokens=5, logprobs=2, ignore_eos=True)
+    (answer,) = llm.generate("abc", params)
+    for completion in answer.outputs:
+        assert completion.logprobs is not None
+        assert [x.token_id for x in completion.logprobs] == completion.token_ids
+        total = sum(x.logprob for x in completion.logprobs)
+        assert completion.cumulative_logprob == pytest.approx(total)
+    assert answer.outputs[0].token_ids != answer.outputs[1].token_ids
+
+
+def test_unknown_and_impossible_settings_are_refused(model: str) -> None:
+    """Nothing is ignored: a typo is an error that lists what there is."""
+    with pytest.raises(ConfigError, match=r"max_num_seq.*known.*max_num_seqs"):
+        LLM(model=model, max_num_seq=3)
+    with pytest.raises(ConfigError, match=r"block_size.*power of two"):
+        LLM(model=model, block_size=12)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(model=model, max_model_len=10**6)
+    with pytest.raises(ModelLoadError, match="no-such"):
+        LLM(model="/tmp/no-such-model.gguf")
+
+
+def test_both_file_formats_give_the_same_answers(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """C82: the same weights as GGUF and as a Hugging Face folder, tied and untied."""
+    for tied in (True, False):
+        folder = tmp_path_factory.mktemp("formats")
+        gguf = LLM(str(write_tiny_gguf(folder / "tiny.gguf", tied=tied)))
+        hf = LLM(str(write_tiny_hf(folder / "tiny", tied=tied)))
+        answers = [
+            [x.outputs[0].token_ids for x in llm.generate(["abc", "hello"], GREEDY)]
+            for llm in (gguf, hf)
+        ]
+        assert answers[0] == answers[1]
