@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from beds.cpu_kernels import LEVELS, kernels, poisoned
 
+from beds.cpu_kernels import LEVELS, kernels, poisoned
 from octavo.errors import ConfigError
 from octavo.kernels.api import load_backend
 from octavo.kernels.cpu import CpuKernels, available_cpus, make_kernels
@@ -34,7 +34,7 @@ def test_an_unknown_level_names_those_there_are(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=f"isa is 'avx9'.*{', '.join(LEVELS)}"):
         make_kernels(isa="avx9")
     monkeypatch.setenv("OCTAVO_ISA", "sse")
-    with pytest.raises(ConfigError, match="OCTAVO_ISA is 'sse'.*portable"):
+    with pytest.raises(ConfigError, match=r"OCTAVO_ISA is 'sse'.*portable"):
         make_kernels()
 
 

@@ -27,7 +27,8 @@ class NumpyArena:
         size = math.prod(shape) * kind.itemsize
         start = self._reserve(size)
         chunk = self._chunks[self._index]
-        return chunk[start : start + size].view(kind).reshape(shape)
+        array: Array = chunk[start : start + size].view(kind).reshape(shape)
+        return array
 
     def reset(self) -> None:
         """Start over; memory is kept for the next step."""

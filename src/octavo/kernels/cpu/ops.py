@@ -12,8 +12,8 @@ from ..api import Arena, Array, KVCache, Linear
 from ..arena import NumpyArena
 from . import _native
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOAT32 = np.dtype(np.float32)
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 _BITS = np.dtype(np.uint16)
 
 
@@ -68,9 +68,7 @@ class CpuKernels:
         """Map the pool; a page becomes resident when it is first written."""
         return cast(
             KVCache,
-            self._ops.allocate_kv_cache(
-                num_layers, num_blocks, block_size, num_kv_heads, head_dim
-            ),
+            self._ops.allocate_kv_cache(num_layers, num_blocks, block_size, num_kv_heads, head_dim),
         )
 
     def kv_bytes_per_token(self, *, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
