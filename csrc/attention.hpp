@@ -58,16 +58,16 @@ struct AttentionTask {
 
     const AttentionArgs& args;
     const AttentionItem& item;
-    i64 group, count, dim;     // heads a KV head, queries here, padded head_dim
-    i64 room;                  // queries that the buffers below have room for: whole tiles
-    i64 first_len, seq_len;    // keys of the first row; of the request
-    A* q;                      // [room][dim]
-    float* scores;             // [room][kTileKeys]
-    A* p;                      // [room][kTileKeys]
-    VF* sums;                  // [count] sums of p, lane by lane
-    float* alpha;              // [count]
-    float* values;             // [16][dim], on tiles only
-    B* gathered;               // [kTileUnits][2][kUnit * dim]
+    i64 group, count, dim;   // heads a KV head, queries here, padded head_dim
+    i64 room;                // queries that the buffers below have room for: whole tiles
+    i64 first_len, seq_len;  // keys of the first row; of the request
+    A* q;                    // [room][dim]
+    float* scores;           // [room][kTileKeys]
+    A* p;                    // [room][kTileKeys]
+    VF* sums;                // [count] sums of p, lane by lane
+    float* alpha;            // [count]
+    float* values;           // [16][dim], on tiles only
+    B* gathered;             // [kTileUnits][2][kUnit * dim]
     const B* k_units[kTileUnits];
     const B* v_units[kTileUnits];
 
@@ -455,7 +455,9 @@ void attention_as(const AttentionArgs& args) {
     }
     // Handing over costs about a microsecond; a small step stays on this thread.
     const i64 work = num_items * longest * max_rows * group * args.pool.dim_padded;
-    parallel_for(num_items, work < (1 << 17) ? num_items : 1,
+    // The heads of a request one after the other on one thread, where there is enough to share.
+    const i64 grain = num_items >= 8 * kv_heads * num_threads() ? kv_heads : 1;
+    parallel_for(num_items, work < (1 << 17) ? num_items : grain,
                  [&](i64 index) { whole.run_whole(index); });
 }
 

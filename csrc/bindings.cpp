@@ -56,8 +56,11 @@ Heads heads(const Array& array, const char* name) {
     if (array.ndim() != 3) fail(std::string(name) + " must have 3 axes: tokens, heads, head_dim");
     require_last_axis(array, name);
     return Heads{const_cast<void*>(static_cast<const void*>(array.data())),
-                 static_cast<i64>(array.shape(0)), static_cast<i64>(array.shape(1)),
-                 static_cast<i64>(array.shape(2)), array.stride(0), array.stride(1),
+                 static_cast<i64>(array.shape(0)),
+                 static_cast<i64>(array.shape(1)),
+                 static_cast<i64>(array.shape(2)),
+                 array.stride(0),
+                 array.stride(1),
                  dtype_of(array, name)};
 }
 
@@ -112,7 +115,7 @@ public:
     }
 
     KvPool pool;
-    i64 nbytes() const { return pool.num_blocks * pool.block_bytes(); }
+    i64 nbytes() const { return pool.bytes(); }
 
     nb::tuple read_block(i64 layer, i64 block) const {
         require_inside(layer, block);
@@ -122,21 +125,27 @@ public:
 
     void fill_block(i64 block, float value) {
         require_inside(0, block);
-        char* base = pool.head(block, 0, 0);
-        if (pool.dtype == DType::f32) {
-            auto* at = reinterpret_cast<float*>(base);
-            for (i64 i = 0; i < pool.block_bytes() / 4; ++i) at[i] = value;
-        } else {
-            auto* at = reinterpret_cast<bf16*>(base);
-            for (i64 i = 0; i < pool.block_bytes() / 2; ++i) at[i] = to_bf16(value);
+        for (i64 layer = 0; layer < pool.num_layers; ++layer) {
+            char* base = pool.head(block, layer, 0);
+            const i64 count = pool.block_bytes() / item_size(pool.dtype);
+            if (pool.dtype == DType::f32) {
+                auto* at = reinterpret_cast<float*>(base);
+                for (i64 i = 0; i < count; ++i) at[i] = value;
+            } else {
+                auto* at = reinterpret_cast<bf16*>(base);
+                for (i64 i = 0; i < count; ++i) at[i] = to_bf16(value);
+            }
         }
     }
 
 private:
     static std::size_t checked_bytes(const KvPool& shape) {
-        const double bytes = static_cast<double>(shape.num_blocks) * shape.block_bytes();
+        const double bytes =
+            static_cast<double>(shape.num_blocks) * static_cast<double>(shape.num_layers) *
+            static_cast<double>(shape.num_heads) * static_cast<double>(shape.block_size) *
+            static_cast<double>(shape.dim_padded) * 8.0;
         if (bytes > 9e15) throw std::bad_alloc();
-        return static_cast<std::size_t>(shape.num_blocks * shape.block_bytes());
+        return static_cast<std::size_t>(shape.bytes());
     }
 
     void require_inside(i64 layer, i64 block) const {
@@ -190,7 +199,8 @@ public:
     }
 
     KVCache* allocate(i64 num_layers, i64 num_blocks, i64 block_size, i64 num_heads, i64 dim) {
-        require(num_layers > 0 && num_blocks > 0 && num_heads > 0, "KV pool sizes must be positive");
+        require(num_layers > 0 && num_blocks > 0 && num_heads > 0,
+                "KV pool sizes must be positive");
         require(block_size > 0 && (block_size & (block_size - 1)) == 0,
                 "block_size must be a power of two");
         require(dim > 0 && dim % 2 == 0, "head_dim must be even");

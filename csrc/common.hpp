@@ -82,8 +82,10 @@ struct PackedWeight {
     i64 panel_elements() const { return k_padded * kPanel; }
 };
 
-// The KV pool, block-major: [num_blocks][num_layers][num_heads][one head of one block].
-// A head of a block is a row of units of 16 keys, each K then V, padded to dim_padded:
+// The KV pool: [num_layers][num_blocks][num_heads][one head of one block]. Blocks of one layer lie
+// side by side, because reading scattered pages runs at a third of the memory's rate (measured:
+// 6 GB/s a core in pieces of 4 KiB, 17 in pieces of 192) and a request's blocks are mostly
+// neighbours. A head of a block is a row of units of 16 keys, each K then V, padded to dim_padded:
 //   bf16     K [dim/2][16][2]   V [8][dim][2]
 //   float32  K [dim][16]        V [16][dim]
 // A block of fewer than 16 tokens holds plain rows instead, K [block_size][dim] then V the same;
@@ -98,9 +100,10 @@ struct KvPool {
     bool has_units() const { return block_size >= kUnit; }
     i64 row_elements() const { return block_size * dim_padded; }
     i64 head_bytes() const { return 2 * row_elements() * item_size(dtype); }
-    i64 block_bytes() const { return num_layers * num_heads * head_bytes(); }
+    i64 block_bytes() const { return num_heads * head_bytes(); }  // of one layer
+    i64 bytes() const { return num_layers * num_blocks * block_bytes(); }
     char* head(i64 block, i64 layer, i64 h) const {
-        return data + block * block_bytes() + (layer * num_heads + h) * head_bytes();
+        return data + (layer * num_blocks + block) * block_bytes() + h * head_bytes();
     }
 };
 

@@ -102,9 +102,8 @@ inline void copy_rows(Matrix x, const std::int32_t* indices, Matrix out) {
             parallel_for(out.rows, row_grain(out.cols), [&](i64 t) {
                 const X* in = x.row<X>(indices[t]);
                 O* to = out.row<O>(t);
-                for_vectors(out.cols, [&](i64 i, i64 n) {
-                    store_some(to + i, load_some(in + i, n), n);
-                });
+                for_vectors(out.cols,
+                            [&](i64 i, i64 n) { store_some(to + i, load_some(in + i, n), n); });
             });
         });
     });
@@ -144,8 +143,7 @@ void cache_write_as(const Heads& key, const Heads& value, const KvPool& pool, i6
     });
 }
 
-inline void cache_write(Heads key, Heads value, KvPool pool, i64 layer,
-                        const std::int32_t* slots) {
+inline void cache_write(Heads key, Heads value, KvPool pool, i64 layer, const std::int32_t* slots) {
     parallel_for(key.tokens, row_grain(8 * key.heads * key.dim), [&](i64 t) {
         if (pool.dtype == DType::f32) {
             cache_write_as<float>(key, value, pool, layer, slots, t);

@@ -102,8 +102,9 @@ inline Cut cut(i64 m, const PackedWeight& w, i64 max_block_rows, i64 panel_multi
     Cut c;
     c.num_blocks = ceil_div(m, max_block_rows);
     c.block_rows = ceil_div(m, c.num_blocks);
-    // Chunks of half a megabyte of weights at most (so that they stay in the second cache), and enough of them to share out evenly; at
-    // least 2^18 multiply-adds, below which handing over costs more than it brings.
+    // Chunks of half a megabyte of weights at most (so that they stay in the second cache), and
+    // enough of them to share out evenly; at least 2^18 multiply-adds, below which handing over
+    // costs more than it brings.
     const i64 panels = w.num_panels();
     const i64 by_size = max64(1, (i64{1} << 19) / (w.panel_elements() * item_size(w.dtype)));
     const i64 by_share = max64(1, panels * c.num_blocks / (i64{6} * num_threads()));

@@ -8,9 +8,9 @@
 
 namespace octavo {
 
-#define OCTAVO_DECLARE(name)      \
-    namespace name {              \
-    extern const Level level;     \
+#define OCTAVO_DECLARE(name)  \
+    namespace name {          \
+    extern const Level level; \
     }
 OCTAVO_DECLARE(portable)
 #if defined(OCTAVO_HAVE_AVX2)

@@ -41,7 +41,9 @@ struct DotF32 {
     using B = float;
     static constexpr int kSteps = 2;  // multiply-adds of one pair
     static constexpr DType kWeights = DType::f32;
-    static const B* at(const B* b, i64 ldb, i64 k2, i64 column) { return b + 2 * k2 * ldb + column; }
+    static const B* at(const B* b, i64 ldb, i64 k2, i64 column) {
+        return b + 2 * k2 * ldb + column;
+    }
     template <int Step>
     static VF weights(const B* at, i64 ldb) {
         return load(at + Step * ldb);

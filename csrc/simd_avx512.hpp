@@ -40,9 +40,7 @@ inline __m256i narrow(VF a) {
     rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
-inline void store(bf16* p, VF a) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a));
-}
+inline void store(bf16* p, VF a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
 inline void store_n(bf16* p, VF a, i64 n) {
     _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(a));
 }

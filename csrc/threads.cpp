@@ -58,7 +58,9 @@ public:
         const std::uint64_t epoch = (gate_.load() & kEpochMask) + kEpochStep;
         gate_.store(epoch | kOpen);
         if (num_sleeping_.load() > 0) {
-            { std::lock_guard<std::mutex> lock(sleep_mutex_); }
+            {
+                std::lock_guard<std::mutex> lock(sleep_mutex_);
+            }
             wake_.notify_all();
         }
         share();

@@ -123,7 +123,7 @@ class Paged:
         ops.paged_attention(
             query, cache, 1, table, starts, np.array(ends, np.int32), self.head_dim**-0.5, out
         )
-        return [out[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        return np.split(out, starts[1:-1])
 
     def reference(self, r: int, end: int, rows: int, dtype: Any) -> Array:
         """The same in float64, from K and V as the pool stores them."""

@@ -34,7 +34,7 @@ def test_an_unknown_level_names_those_there_are(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=f"isa is 'avx9'.*{', '.join(LEVELS)}"):
         make_kernels(isa="avx9")
     monkeypatch.setenv("OCTAVO_ISA", "sse")
-    with pytest.raises(ConfigError, match="OCTAVO_ISA is 'sse'.*portable"):
+    with pytest.raises(ConfigError, match=r"OCTAVO_ISA is 'sse'.*portable"):
         make_kernels()
 
 

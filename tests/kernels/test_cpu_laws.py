@@ -74,7 +74,10 @@ def test_a_row_of_elementwise_ops_is_the_same_alone(
 
     def run(part: slice) -> list[Array]:
         count = len(x[part])
-        norm, silu = poisoned((count, 2 * columns), ops.dtype), poisoned((count, columns), ops.dtype)
+        norm, silu = (
+            poisoned((count, 2 * columns), ops.dtype),
+            poisoned((count, columns), ops.dtype),
+        )
         residual = carried[part].copy()
         ops.fused_add_rms_norm(x[part], residual, weight, 1e-5, norm)
         ops.silu_and_mul(x[part], silu)

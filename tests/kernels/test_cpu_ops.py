@@ -25,7 +25,7 @@ SHAPES = [(1, 32, 32), (1, 5, 3), (3, 33, 31), (17, 96, 576), (33, 70, 130), (70
 @cases
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
 def test_linear_is_the_product(case: tuple[str, str], rows: int, n: int, k: int) -> None:
-    """out = x @ weight^T for odd and even shapes, x and out in float32 and the activations' type."""
+    """out = x @ weight^T for odd and even shapes, x and out of either type."""
     ops = kernels(case)
     rng = np.random.default_rng(rows * n + k)
     weight = rng.standard_normal((n, k), dtype=np.float32)

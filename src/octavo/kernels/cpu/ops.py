@@ -12,8 +12,8 @@ from ..api import Arena, Array, KVCache, Linear
 from ..arena import NumpyArena
 from . import _native
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOAT32 = np.dtype(np.float32)
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 _BITS = np.dtype(np.uint16)
 
 
