@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beds.real_model import model_path
 from beds.tiny_tokenizer import (
     BOS,
     EOS,
@@ -28,6 +27,7 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.tokenizer_gguf import PRE_TOKENIZERS, vocabulary_from_gguf
 from octavo.engine.vocabulary import byte_alphabet
 from octavo.errors import ModelLoadError, RequestError
+from octavo.weights.sources import open_checkpoint
 
 ORACLE = json.loads(
     (Path(__file__).parent.parent / "fixtures" / "tokenizer_oracle.json").read_text("utf-8")
@@ -39,14 +39,8 @@ BYTE_OF = {character: byte for byte, character in byte_alphabet().items()}
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Tokenizer:
-    """The real model's tokenizer, its metadata read by the reference reader."""
-    from gguf import GGUFReader
-
-    fields = GGUFReader(model_path()).fields
-    gguf = {name: f.contents() for name, f in fields.items() if name.startswith("tokenizer.")}
-    template = gguf["tokenizer.chat_template"]
-    return Tokenizer(TokenizerSpec(kind="gguf", gguf=gguf, chat_template=template))
+def smollm2(model_file: Path) -> Tokenizer:
+    return Tokenizer(open_checkpoint(str(model_file)).tokenizer)
 
 
 @pytest.mark.model
