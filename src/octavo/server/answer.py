@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+from starlette.requests import ClientDisconnect
+
 from ..outputs import StreamEvent
 from .engine_protocol import AnswerStream, Engine
 from .translate import Job
-from .wire import ClientGone
 
 PromptEvent = tuple[int, StreamEvent]
 """(number of the prompt, what happened to one of its answers)."""
@@ -52,12 +53,12 @@ class Answer:
         self._complete = False
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all jobs. Raises what Engine.submit raises, and ClientGone after abort.
+        """Queue all jobs. Raises what Engine.submit raises, and ClientDisconnect after abort.
 
         After an error some jobs may be queued already: `abort` takes them back.
         """
         if self.gone:
-            raise ClientGone
+            raise ClientDisconnect
         for job in jobs:
             self.streams.append(self._submit(job))
 

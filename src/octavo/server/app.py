@@ -8,11 +8,17 @@ GET is. No cross-origin headers are sent. A trailing slash makes no difference.
 from __future__ import annotations
 
 import asyncio
-import hmac
-import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
 
 from ..errors import ConfigError, RequestError
 from . import utility
@@ -20,30 +26,29 @@ from .answer import Answer
 from .engine_protocol import Engine
 from .errors import ApiError, to_api_error, unavailable
 from .protocol import GenerateRequest, parse_chat, parse_completion
-from .streaming import ChatShape, CompletionShape, Response, Shape, send_plain, send_stream
+from .streaming import (
+    ChatShape,
+    CompletionShape,
+    ResponseBuilder,
+    Shape,
+    plain_response,
+    stream_response,
+)
 from .translate import Job, build_params, chat_jobs, completion_jobs
-from .wire import ClientGone, Exchange, Receive, Scope, Send
-
-logger = logging.getLogger("octavo.server")
+from .wire import Door, error_response, read_json_object
 
 MAX_BODY_BYTES = 32 * 2**20
 
-Handler = Callable[["App", Exchange], Awaitable[None]]
 SomeRequest = TypeVar("SomeRequest", bound=GenerateRequest)
 
 
-class Route(NamedTuple):
-    """One line of the route table. A path that ends in a slash takes whatever follows it."""
-
-    path: str
-    methods: tuple[str, ...]
-    handler: Handler
-    is_open: bool = False
-    """Served without the key."""
-
-
 class App:
-    """ASGI callable. `draining` is set while shutting down: no new work, /health says 503."""
+    """The application for an engine: an ASGI callable, and the state its routes share.
+
+    served_model_names: names that requests may use, the first is what responses show when a
+    request names none; default: the engine's own. Raises ConfigError for an empty key, and for
+    sampling defaults of the model that no request could use.
+    """
 
     def __init__(
         self,
@@ -58,56 +63,22 @@ class App:
         self.served_model_names = tuple(served_model_names) or (engine.model_name,)
         self.max_body_bytes = max_body_bytes
         self.draining = False
+        """Set while shutting down: no new work, /health says 503."""
         self.num_in_flight = 0
         self.routes = ROUTES
-        self._api_key = None if api_key is None else api_key.encode()
-        build_params({}, engine.generation.sampling)  # a bad default must fail now, not per request
+        # Not the class Starlette: it raises again what it has answered as a 500, and puts that
+        # answer outside of all middleware, where it would lack the request's id.
+        handlers = {HTTPException: answer_error, Exception: answer_error}
+        router = Router(ROUTES, redirect_slashes=False)
+        self._door = Door(ExceptionMiddleware(router, handlers), api_key)
+        try:
+            build_params({}, engine.generation.sampling)
+        except RequestError as error:
+            raise ConfigError("the model's generation defaults", str(error), "usable") from error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await _other_protocol(scope, receive, send)
-            return
-        exchange = Exchange(scope, receive, send)
-        try:
-            exchange.adopt_request_id()
-            handler = self._find_handler(exchange)
-            await handler(self, exchange)
-        except ClientGone:
-            return
-        except Exception as error:
-            if exchange.started:
-                raise  # too late for an answer: the HTTP server closes the connection
-            await exchange.send_error(to_api_error(error, draining=self.draining))
-
-    def _find_handler(self, exchange: Exchange) -> Handler:
-        """The handler of a route, after the key is checked. Raises ApiError 401, 404, 405."""
-        route = _match(exchange.path)
-        if route is None or not route.is_open:
-            self._check_key(exchange)
-        if route is None:
-            raise ApiError(404, f"No route {exchange.path[:200]!r}; see the README for the list.")
-        method = "GET" if exchange.method == "HEAD" else exchange.method
-        if method not in route.methods:
-            allow = ", ".join(route.methods + (("HEAD",) if "GET" in route.methods else ()))
-            raise ApiError(
-                405,
-                f"{route.path} takes {allow}, not {exchange.method[:32]}.",
-                headers=((b"allow", allow.encode()),),
-            )
-        return route.handler
-
-    def _check_key(self, exchange: Exchange) -> None:
-        if self._api_key is None:
-            return
-        scheme, _, token = exchange.headers.get(b"authorization", b"").partition(b" ")
-        given = token.strip() if scheme.lower() == b"bearer" else b""
-        given = given or exchange.headers.get(b"x-api-key", b"")
-        if not hmac.compare_digest(given, self._api_key):
-            raise ApiError(
-                401,
-                "A valid API key is needed: send Authorization: Bearer KEY, or x-api-key: KEY.",
-                headers=((b"www-authenticate", b"Bearer"),),
-            )
+        scope["app"] = self
+        await self._door(scope, receive, send)
 
     def check_ready(self) -> None:
         """Raises ApiError 503 while shutting down, or when the engine can't serve."""
@@ -141,33 +112,56 @@ def check_api_key(api_key: str | None) -> None:
         raise ConfigError("api_key", "", "not empty, or left out")
 
 
-async def generate(
-    app: App,
-    exchange: Exchange,
-    shape: Shape,
-    parse: Callable[[dict[str, Any]], SomeRequest],
-    make_jobs: Callable[[SomeRequest, Engine], Awaitable[list[Job]]],
-) -> None:
-    """Answer one request for text, streamed or plain.
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Every error of every route, as JSON; what starlette says of routes, in our words."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody is there to read it
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        route = request.scope.get("route")
+        if route is None:
+            path = request.scope["path"][:200]
+            error = ApiError(404, f"No route {path!r}; see the README for the list.")
+        else:
+            allow = ", ".join(sorted(route.methods))
+            text = f"{route.path} takes {allow}, not {request.method[:32]}."
+            error = ApiError(405, text, headers={"allow": allow})
+    return error_response(to_api_error(error, draining=request.app.draining))
 
-    From the moment the body is read, a task listens for the client to go away, and aborts the
-    answer in that very moment: its blocks are free within a step (C64).
+
+@dataclass(frozen=True)
+class Generation(Generic[SomeRequest]):
+    """Endpoint of a route for text, streamed or plain.
+
+    It is a plain ASGI callable, since what a function returns is sent after its end, and a
+    client's going away is told only to those who ask. Here a task listens from the moment the
+    body is read until the last byte is sent, also in prefill and for a plain answer, and aborts
+    the answer in that very moment: its blocks are free within a step (C64).
     """
-    app.check_ready()
-    with app.in_flight():
-        request = parse(await exchange.read_json_object(app.max_body_bytes))
-        model = app.served_name(request.model)
-        answer = Answer(app.engine, priority=request.priority, cache_scope=request.cache_salt)
-        watcher = asyncio.create_task(_abort_when_gone(exchange.receive, answer))
-        try:
-            jobs = await make_jobs(request, app.engine)
-            answer.submit(jobs)
-            response = Response(shape, request, jobs, answer, model=model)
-            send = send_stream if request.stream else send_plain
-            await send(exchange, answer, response)
-        finally:
-            watcher.cancel()
-            answer.abort()
+
+    shape: Shape
+    parse: Callable[[dict[str, Any]], SomeRequest]
+    make_jobs: Callable[[SomeRequest, Engine], Awaitable[list[Job]]]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app: App = scope["app"]
+        app.check_ready()
+        with app.in_flight():
+            body = await read_json_object(Request(scope, receive), app.max_body_bytes)
+            request = self.parse(body)
+            model = app.served_name(request.model)
+            answer = Answer(app.engine, priority=request.priority, cache_scope=request.cache_salt)
+            watcher = asyncio.create_task(_abort_when_gone(receive, answer))
+            try:
+                jobs = await self.make_jobs(request, app.engine)
+                answer.submit(jobs)
+                builder = ResponseBuilder(self.shape, request, jobs, answer, model=model)
+                respond = stream_response if request.stream else plain_response
+                async with aclosing(answer.events()) as events:
+                    response = await respond(events, answer, builder)
+                    await response(scope, receive, send)
+            finally:
+                watcher.cancel()
+                answer.abort()
 
 
 async def _abort_when_gone(receive: Receive, answer: Answer) -> None:
@@ -176,74 +170,24 @@ async def _abort_when_gone(receive: Receive, answer: Answer) -> None:
     answer.abort()
 
 
-async def completions(app: App, exchange: Exchange) -> None:
-    """POST /v1/completions."""
-    await generate(app, exchange, CompletionShape(), parse_completion, completion_jobs)
+completions = Generation(CompletionShape(), parse_completion, completion_jobs)
+chat_completions = Generation(ChatShape(), parse_chat, chat_jobs)
 
+ROUTES = [
+    Route("/", utility.chat_page),
+    Route("/health", utility.health),
+    Route("/ping", utility.health, methods=["GET", "POST"]),
+    Route("/version", utility.version),
+    Route("/load", utility.load),
+    Route("/metrics", utility.metrics),
+    Route("/v1/models", utility.list_models),
+    Route("/v1/models/{name:path}", utility.show_model),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/tokenize", utility.tokenize, methods=["POST"]),
+    Route("/detokenize", utility.detokenize, methods=["POST"]),
+    Route("/tokenizer_info", utility.tokenizer_info),
+]
 
-async def chat_completions(app: App, exchange: Exchange) -> None:
-    """POST /v1/chat/completions."""
-    await generate(app, exchange, ChatShape(), parse_chat, chat_jobs)
-
-
-ROUTES = (
-    Route("/", ("GET",), utility.chat_page, is_open=True),
-    Route("/health", ("GET",), utility.health, is_open=True),
-    Route("/ping", ("GET", "POST"), utility.health),
-    Route("/version", ("GET",), utility.version),
-    Route("/load", ("GET",), utility.load),
-    Route("/metrics", ("GET",), utility.metrics),
-    Route("/v1/models", ("GET",), utility.list_models),
-    Route("/v1/models/", ("GET",), utility.show_model),
-    Route("/v1/completions", ("POST",), completions),
-    Route("/v1/chat/completions", ("POST",), chat_completions),
-    Route("/tokenize", ("POST",), utility.tokenize),
-    Route("/detokenize", ("POST",), utility.detokenize),
-    Route("/tokenizer_info", ("GET",), utility.tokenizer_info),
-)
-
-_EXACT = {route.path: route for route in ROUTES if route.path == "/" or route.path[-1] != "/"}
-_PREFIXED = [route for route in ROUTES if route.path != "/" and route.path[-1] == "/"]
-
-
-def _match(path: str) -> Route | None:
-    exact = _EXACT.get(path)
-    if exact is not None:
-        return exact
-    return next((route for route in _PREFIXED if path.startswith(route.path)), None)
-
-
-async def _other_protocol(scope: Scope, receive: Receive, send: Send) -> None:
-    """Lifespan needs no work here; a websocket is closed."""
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1003})
-        return
-    while scope["type"] == "lifespan":
-        message = await receive()
-        await send({"type": message["type"] + ".complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
-
-
-def make_app(
-    engine: Engine,
-    *,
-    api_key: str | None = None,
-    served_model_names: Sequence[str] = (),
-    max_body_bytes: int = MAX_BODY_BYTES,
-) -> App:
-    """The application for an engine.
-
-    served_model_names: names that requests may use, the first is what responses show when a
-    request names none; default: the engine's own. Raises ConfigError for an empty key, and for
-    sampling defaults of the model that no request could use.
-    """
-    try:
-        return App(
-            engine,
-            api_key=api_key,
-            served_model_names=served_model_names,
-            max_body_bytes=max_body_bytes,
-        )
-    except RequestError as error:
-        raise ConfigError("the model's generation defaults", str(error), "usable") from error
+make_app = App
+"""What others call; that it is a class is the server's own affair."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from starlette.exceptions import HTTPException
+
 from ..errors import EngineDead, OctavoError, QueueFull, RequestError
 
 logger = logging.getLogger("octavo.server")
@@ -24,40 +26,39 @@ TYPES = {
     503: "ServiceUnavailableError",
 }
 
-Headers = tuple[tuple[bytes, bytes], ...]
 
-
-class ApiError(Exception):
-    """An answer that is an error: HTTP `status`, and the body that `body()` gives."""
+class ApiError(HTTPException):
+    """An answer that is an error: HTTP status, headers, and the body that `body()` gives."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, headers: Headers = ()
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
-        self.status = status
-        self.message = message
         self.param = param
-        self.headers = headers
-        super().__init__(message)
+        super().__init__(status, message, headers)
 
     def body(self) -> dict[str, object]:
         """OpenAI's form; `code` is the HTTP status."""
-        message = self.message
+        message = self.detail
         if len(message) > MAX_MESSAGE_CHARS:
             message = f"{message[:MAX_MESSAGE_CHARS]}... ({len(message)} characters)"
         return {
             "error": {
                 "message": message,
-                "type": TYPES.get(self.status, "InternalServerError"),
+                "type": TYPES.get(self.status_code, "InternalServerError"),
                 "param": self.param,
-                "code": self.status,
+                "code": self.status_code,
             }
         }
 
 
 def unavailable(message: str) -> ApiError:
     """503 with Retry-After: clients may come back, here or elsewhere."""
-    retry = (b"retry-after", str(RETRY_AFTER_SECONDS).encode())
-    return ApiError(503, message, headers=(retry,))
+    return ApiError(503, message, headers={"retry-after": str(RETRY_AFTER_SECONDS)})
 
 
 def to_api_error(error: BaseException, *, draining: bool = False) -> ApiError:

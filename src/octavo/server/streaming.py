@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from ..outputs import StreamEvent
-from .answer import Answer
+from .answer import Answer, PromptEvent
 from .errors import ApiError, to_api_error
 from .logprobs import chat_logprobs, completion_logprobs
 from .protocol import GenerateRequest
 from .translate import Job
-from .wire import ClientGone, Exchange, encode_json
+from .wire import JsonResponse, encode_json
 
-SSE = b"text/event-stream; charset=utf-8"
-SSE_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 
 
@@ -100,7 +102,7 @@ class CompletionShape:
         choice["text"] += chunk["text"]
 
 
-class Response:
+class ResponseBuilder:
     """One response while it is made: turns events into choices of chunks, and counts."""
 
     def __init__(
@@ -184,18 +186,18 @@ class Response:
 class ChunkWriter:
     """Bytes of SSE chunks; all that is the same in each chunk is encoded once."""
 
-    def __init__(self, response: Response) -> None:
-        self._response = response
-        self._head = b"data: " + encode_json(response.envelope)[:-1] + b',"choices":['
-        envelope = {k: v for k, v in response.envelope.items() if k != "prompt_token_ids"}
+    def __init__(self, builder: ResponseBuilder) -> None:
+        self._builder = builder
+        self._head = b"data: " + encode_json(builder.envelope)[:-1] + b',"choices":['
+        envelope = {k: v for k, v in builder.envelope.items() if k != "prompt_token_ids"}
         self._later_head = b"data: " + encode_json(envelope)[:-1] + b',"choices":['
-        request = response.request
+        request = builder.request
         self._continuous = request.continuous_usage
         self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
 
     def chunk(self, prompt: int, event: StreamEvent) -> bytes:
         """One event as one chunk. Raises ApiError if it is an error."""
-        choice = encode_json(self._response.choice(prompt, event))
+        choice = encode_json(self._builder.choice(prompt, event))
         head, self._head = self._head, self._later_head
         if self._continuous:
             return b"".join((head, choice, self._usage_tail()))
@@ -203,53 +205,66 @@ class ChunkWriter:
 
     def end(self) -> bytes:
         """What closes a stream that went well: usage if it was asked for, and [DONE]."""
-        if self._response.request.include_usage:
+        if self._builder.request.include_usage:
             return self._later_head + self._usage_tail() + DONE
         return DONE
 
     def _usage_tail(self) -> bytes:
-        return b'],"usage":' + encode_json(self._response.usage()) + b"}\n\n"
+        return b'],"usage":' + encode_json(self._builder.usage()) + b"}\n\n"
 
 
-async def send_stream(exchange: Exchange, answer: Answer, response: Response) -> None:
-    """Server-sent events, beginning with the first token.
+class EventStream(StreamingResponse):
+    """Starlette would start a second task that listens for the client to go away; ours does."""
 
-    A fault before the first token is raised, to become an HTTP error; a later one is sent as an
-    event of its own, and [DONE] follows (C62).
-    """
-    async with aclosing(answer.events()) as events:
-        writer = ChunkWriter(response)
-        first = await anext(events, None)
-        if first is None:
-            raise ClientGone
-        chunk = writer.chunk(*first)
-        await exchange.start(200, SSE, SSE_HEADERS)
-        await exchange.write(chunk)
-        try:
-            async for prompt, event in events:
-                await exchange.write(writer.chunk(prompt, event))
-            end = writer.end()
-        except Exception as error:
-            answer.abort()
-            end = b"data: " + encode_json(to_api_error(error).body()) + b"\n\n" + DONE
-        await exchange.write(end, more=False)
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.stream_response(send)
 
 
-async def send_plain(exchange: Exchange, answer: Answer, response: Response) -> None:
-    """The fold of the stream, as one JSON object. Raises ApiError at the first fault."""
-    folded: dict[int, dict[str, Any]] = {}
-    async with aclosing(answer.events()) as events:
+Events = AsyncGenerator[PromptEvent, None]
+
+
+async def stream_response(events: Events, answer: Answer, builder: ResponseBuilder) -> Response:
+    """Server-sent events. Waits for the first token: a fault before it is raised (ApiError)."""
+    writer = ChunkWriter(builder)
+    first = await anext(events, None)
+    if first is None:
+        raise ClientDisconnect
+    chunks = _chunks(writer.chunk(*first), events, answer, writer)
+    return EventStream(chunks, headers=SSE_HEADERS)
+
+
+async def _chunks(
+    first: bytes, events: Events, answer: Answer, writer: ChunkWriter
+) -> AsyncGenerator[bytes, None]:
+    """A fault is now sent as an event of its own, and [DONE] follows (C62)."""
+    yield first
+    try:
         async for prompt, event in events:
-            chunk = response.choice(prompt, event)
-            index = chunk["index"]
-            if index not in folded:
-                folded[index] = {"index": index, **response.shape.plain()}
-            fold(response.shape, folded[index], chunk)
+            yield writer.chunk(prompt, event)
+        end = writer.end()
+    except Exception as error:
+        answer.abort()
+        end = b"data: " + encode_json(to_api_error(error).body()) + b"\n\n" + DONE
+    yield end
+
+
+async def plain_response(events: Events, answer: Answer, builder: ResponseBuilder) -> Response:
+    """The fold of the stream, as one JSON object. Raises ApiError at the first fault."""
+    shape = builder.shape
+    folded: dict[int, dict[str, Any]] = {}
+    async for prompt, event in events:
+        chunk = builder.choice(prompt, event)
+        index = chunk["index"]
+        if index not in folded:
+            folded[index] = {"index": index, **shape.plain()}
+        fold(shape, folded[index], chunk)
     if answer.gone:
-        raise ClientGone
+        raise ClientDisconnect
     choices = [folded[index] for index in sorted(folded)]
-    body = {**response.envelope, "object": response.shape.plain_object, "choices": choices}
-    await exchange.send_json({**body, "usage": response.usage()})
+    body = {**builder.envelope, "object": shape.plain_object, "choices": choices}
+    return JsonResponse({**body, "usage": builder.usage()})
 
 
 def fold(shape: Shape, choice: dict[str, Any], chunk: dict[str, Any]) -> None:

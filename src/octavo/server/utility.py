@@ -9,37 +9,46 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
 from .. import __version__
 from ..errors import RequestError
 from .errors import ApiError
 from .prompts import parse_messages
 from .protocol import ChatRequest, Fields, template_kwargs
 from .translate import render_chat
-from .wire import Exchange
+from .wire import JsonResponse, read_json_object
 
 if TYPE_CHECKING:
     from .app import App
 
 
-async def health(app: App, exchange: Exchange) -> None:
+def app_of(request: Request) -> App:
+    """The application that the request came to."""
+    app: App = request.app
+    return app
+
+
+async def health(request: Request) -> Response:
     """200 when a request would be taken, 503 while shutting down or when the engine is dead."""
-    app.check_ready()
-    await exchange.send_json({"status": "ok"})
+    app_of(request).check_ready()
+    return JsonResponse({"status": "ok"})
 
 
-async def version(app: App, exchange: Exchange) -> None:
-    await exchange.send_json({"version": __version__})
+async def version(request: Request) -> Response:
+    return JsonResponse({"version": __version__})
 
 
-async def load(app: App, exchange: Exchange) -> None:
+async def load(request: Request) -> Response:
     """Requests for text that are being answered now."""
-    await exchange.send_json({"server_load": app.num_in_flight})
+    return JsonResponse({"server_load": app_of(request).num_in_flight})
 
 
-async def metrics(app: App, exchange: Exchange) -> None:
+async def metrics(request: Request) -> Response:
     """Prometheus' text form."""
-    content_type = b"text/plain; version=0.0.4; charset=utf-8"
-    await exchange.send_bytes(200, content_type, app.engine.metrics.render())
+    text = app_of(request).engine.metrics.render()
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _model_card(app: App, name: str) -> dict[str, Any]:
@@ -54,20 +63,22 @@ def _model_card(app: App, name: str) -> dict[str, Any]:
     }
 
 
-async def list_models(app: App, exchange: Exchange) -> None:
+async def list_models(request: Request) -> Response:
+    app = app_of(request)
     cards = [_model_card(app, name) for name in app.served_model_names]
-    await exchange.send_json({"object": "list", "data": cards})
+    return JsonResponse({"object": "list", "data": cards})
 
 
-async def show_model(app: App, exchange: Exchange) -> None:
+async def show_model(request: Request) -> Response:
     """One model's card; hub ids have slashes, so the rest of the path is the id."""
-    name = exchange.path.removeprefix("/v1/models/")
-    await exchange.send_json(_model_card(app, app.served_name(name)))
+    app = app_of(request)
+    return JsonResponse(_model_card(app, app.served_name(request.path_params["name"])))
 
 
-async def tokenize(app: App, exchange: Exchange) -> None:
+async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation."""
-    fields = Fields(await exchange.read_json_object(app.max_body_bytes))
+    app = app_of(request)
+    fields = Fields(await read_json_object(request, app.max_body_bytes))
     app.served_name(fields.string("model"))
     tokenizer = app.engine.tokenizer
     prompt, messages = fields.string("prompt"), fields.take("messages")
@@ -79,25 +90,26 @@ async def tokenize(app: App, exchange: Exchange) -> None:
     if prompt is not None:
         tokens = tokenizer.encode(prompt, add_special_tokens=special)
     else:
-        request = ChatRequest(
+        chat = ChatRequest(
             messages=parse_messages(messages),
             add_generation_prompt=fields.flag("add_generation_prompt", default=not continues),
             continue_final_message=continues,
             template_kwargs=template_kwargs(fields.mapping("chat_template_kwargs")),
         )
-        tokens = await render_chat(request, app.engine)
+        tokens = await render_chat(chat, app.engine)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": app.engine.max_model_len,
         "tokens": tokens,
         "token_strs": [tokenizer.token_text(token) for token in tokens] if with_strings else None,
     }
-    await exchange.send_json(answer)
+    return JsonResponse(answer)
 
 
-async def detokenize(app: App, exchange: Exchange) -> None:
+async def detokenize(request: Request) -> Response:
     """The text of token ids, control tokens included."""
-    fields = Fields(await exchange.read_json_object(app.max_body_bytes))
+    app = app_of(request)
+    fields = Fields(await read_json_object(request, app.max_body_bytes))
     app.served_name(fields.string("model"))
     tokens = fields.take("tokens")
     size = app.engine.tokenizer.vocab_size
@@ -105,20 +117,21 @@ async def detokenize(app: App, exchange: Exchange) -> None:
         text = f"tokens must be a list of token ids, each from 0 to {size - 1}"
         raise RequestError(text, param="tokens")
     text = app.engine.tokenizer.decode(tokens, skip_special_tokens=False)
-    await exchange.send_json({"prompt": text})
+    return JsonResponse({"prompt": text})
 
 
-async def tokenizer_info(app: App, exchange: Exchange) -> None:
+async def tokenizer_info(request: Request) -> Response:
     """What a client needs to use this tokenizer from afar (lm-eval does)."""
-    tokenizer = app.engine.tokenizer
+    engine = app_of(request).engine
+    tokenizer = engine.tokenizer
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     template = tokenizer.chat_template
     source = template if isinstance(template, str) else getattr(template, "source", None)
-    await exchange.send_json(
+    return JsonResponse(
         {
             "tokenizer_class": "octavo",
             "vocab_size": tokenizer.vocab_size,
-            "model_max_length": app.engine.max_model_len,
+            "model_max_length": engine.max_model_len,
             "bos_token": None if bos is None else tokenizer.token_text(bos),
             "bos_token_id": bos,
             "eos_token": None if eos is None else tokenizer.token_text(eos),
@@ -130,26 +143,26 @@ async def tokenizer_info(app: App, exchange: Exchange) -> None:
 
 
 @cache
-def _page() -> tuple[bytes, bytes]:
+def _page() -> tuple[bytes, str]:
     """The chat page, and a policy that lets it run its own script and nothing else."""
     html = files(__package__).joinpath("static/index.html").read_bytes()
     script = re.search(rb"<script>(.*?)</script>", html, re.DOTALL)
     if script is None:
         raise ApiError(500, "The chat page is damaged: reinstall octavo.")
-    digest = base64.b64encode(hashlib.sha256(script.group(1)).digest())
-    policy = (
-        b"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; img-src data:; "
-        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; script-src 'sha256-"
+    digest = base64.b64encode(hashlib.sha256(script.group(1)).digest()).decode()
+    return html, (
+        "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        f"script-src 'sha256-{digest}'"
     )
-    return html, policy + digest + b"'"
 
 
-async def chat_page(app: App, exchange: Exchange) -> None:
+async def chat_page(request: Request) -> Response:
     """A page to talk to the model: static, so it is open; its calls carry the key."""
     html, policy = _page()
-    headers = (
-        (b"content-security-policy", policy),
-        (b"x-content-type-options", b"nosniff"),
-        (b"cache-control", b"no-cache"),
-    )
-    await exchange.send_bytes(200, b"text/html; charset=utf-8", html, headers)
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "cache-control": "no-cache",
+    }
+    return HTMLResponse(html, headers=headers)
