@@ -15,6 +15,7 @@ export PYTHON
 
 BIN := .venv/bin
 SETUP := @sh tools/setup.sh
+CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 CPP = $$(find csrc -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
@@ -38,11 +39,14 @@ setup: ## make .venv, build and install Octavo, fetch the default model
 
 test: ## set up and run the whole test suite (ARGS go to pytest)
 	$(SETUP) --dev --model smollm2-135m
-	@$(BIN)/python -m pytest $(ARGS)
+ifeq ($(CHROMIUM),)
+	@echo 'test: left out the tests of the chat page in a browser: there is no Chromium here' >&2
+endif
+	@$(BIN)/python -m pytest $(if $(CHROMIUM),,-m "not browser") $(ARGS)
 
 quick: ## the inner loop: tests under a minute, without the real model
 	$(SETUP) --dev
-	@$(BIN)/python -m pytest -q -m "not slow and not model" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not slow and not model and not browser" $(ARGS)
 
 check: lint types native ## lint, formats, types, layer and size rules, warnings of the C++ build
 	@$(BIN)/python -m pytest -q tests/house
@@ -77,7 +81,7 @@ bench: ## kernels, then a mixed workload end to end (MODEL, ARGS; WORKLOAD=FILE 
 
 fuzz: ## explore: the same properties with many more random examples
 	$(SETUP) --dev
-	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m "not model" $(ARGS)
+	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m "not model and not browser" $(ARGS)
 
 clean: ## remove .venv, build outputs and caches (the model cache stays)
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
