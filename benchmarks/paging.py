@@ -1,6 +1,6 @@
 """What paging costs attention, by block size, against K and V in one contiguous block (R30).
 
-    python benchmarks/paging.py [--isa amx] [--threads 2] [--repeats 15]
+    python benchmarks/paging.py [--isa amx] [--threads 2] [--repeats 31]
 
 Each block size has a pool of its own, filled once, its blocks dealt out in random order. Sizes
 take turns, so that a busy neighbour slows all alike; the time is the median of the turns, the
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--isa", help="instruction-set level; else the best")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=31)
     args = parser.parse_args()
     ops = make_kernels(threads=args.threads, isa=args.isa, dtype=args.dtype)
     print(f"{ops.isa}, {args.dtype}, {args.threads} threads")
