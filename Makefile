@@ -73,10 +73,12 @@ format: ## put Python and C++ into the form that check wants
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CPP)
 
-bench: ## kernels, then a mixed workload end to end (MODEL, ARGS; WORKLOAD=FILE for another)
+bench: ## every benchmark, then a mixed workload end to end (MODEL, ARGS; WORKLOAD=FILE for another)
 	$(SETUP) --model smollm2-135m
+	@for part in kernels intensity paging scheduler sampling; do \
+	    printf '\n== %s\n' $$part; $(BIN)/python benchmarks/$$part.py || exit; done
+	@printf '\n== mixed workload\n'
 	@mkdir -p build/bench && $(BIN)/python benchmarks/mixed_workload.py > build/bench/mixed.json
-	@$(BIN)/python benchmarks/kernels.py
 	@$(BIN)/octavo bench throughput "$$OCTAVO_MAKE_MODEL" --workload $(WORKLOAD) $(ARGS)
 
 fuzz: ## explore: the same properties with many more random examples

@@ -12,49 +12,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 
 import numpy as np
+from machine import SMOLLM2_135M, attention_step, best_of, measure, random
 
-from octavo.kernels.api import Array, Linear
+from octavo.kernels.api import Linear
 from octavo.kernels.cpu import CpuKernels, available_cpus, available_levels, make_kernels
 
 NUM_LAYERS = 30
 LAYERS = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
 HEAD = (49152, 576)
 ROWS = (1, 4, 16, 32, 64, 512)
-
-
-def best_of(call: Callable[[], object], budget: float = 0.4) -> float:
-    """Least seconds of a call, repeated for about `budget` seconds."""
-    best, end = float("inf"), time.perf_counter() + budget
-    while True:
-        start = time.perf_counter()
-        call()
-        now = time.perf_counter()
-        best = min(best, now - start)
-        if now > end:
-            return best
-
-
-def random(shape: tuple[int, ...], dtype: object = np.float32) -> Array:
-    values = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    return values.astype(dtype)  # type: ignore[call-overload, no-any-return]
-
-
-def peak_rate(ops: CpuKernels) -> float:
-    """FLOP/s of a product whose weights and activations stay in the caches."""
-    m, n, k = 256, 1024, 512
-    x, weight, out = random((m, k), ops.dtype), ops.pack_linear(random((n, k))), random((m, n))
-    return 2 * m * n * k / best_of(lambda: ops.linear(x, weight, out))
-
-
-def bandwidth(ops: CpuKernels) -> float:
-    """Bytes/s at which one row passes by 512 MiB of weights."""
-    n, k = (1 << 18) // np.dtype(ops.dtype).itemsize * 2, 1024
-    x, out = random((1, k), ops.dtype), random((1, n))
-    weight = ops.pack_linear(np.zeros((n, k), np.float32))
-    return weight.nbytes / best_of(lambda: ops.linear(x, weight, out))
 
 
 def rows_of(weight: Linear, m: int) -> int:
@@ -78,30 +46,15 @@ def step_of_gemms(ops: CpuKernels, weights: list[Linear], m: int) -> float:
 
 def attention(ops: CpuKernels, num_reqs: int, rows: int, keys: int) -> float:
     """Seconds of one step's attention over all layers (9 heads, 3 KV heads of 64)."""
-    num_blocks = num_reqs * -(-keys // 16)
-    cache = ops.allocate_kv_cache(
-        num_layers=NUM_LAYERS, num_blocks=num_blocks, block_size=16, num_kv_heads=3, head_dim=64
-    )
-    for block in range(num_blocks):
-        cache.fill_block(block, 0.5)
-    query = random((num_reqs * rows, 9, 64))
-    table = np.arange(num_blocks, dtype=np.int32).reshape(num_reqs, -1)
-    starts = np.arange(num_reqs + 1, dtype=np.int32) * rows
-    lens = np.full(num_reqs, keys, np.int32)
-    out = np.empty((num_reqs * rows, 9 * 64), ops.dtype)
-
-    def step() -> None:
-        for layer in range(NUM_LAYERS):
-            ops.paged_attention(query, cache, layer, table, starts, lens, 0.125, out)
-
+    step = attention_step(ops, SMOLLM2_135M, num_reqs=num_reqs, rows=rows, keys=keys)
     return best_of(step, 1.0)
 
 
 def report(level: str, threads: int, dtype: str) -> None:
     ops = make_kernels(threads=threads, isa=level, dtype=dtype)
-    rate, stream = peak_rate(ops), bandwidth(ops)
-    print(f"\n{level}, {dtype}, {threads} threads: peak {rate / 1e9:.0f} GFLOP/s, "
-          f"bandwidth {stream / 1e9:.1f} GB/s")  # fmt: skip
+    speed = measure(ops)
+    print(f"\n{level}, {dtype}, {threads} threads: peak {speed.flops / 1e9:.0f} GFLOP/s, "
+          f"bandwidth {speed.bytes / 1e9:.1f} GB/s")  # fmt: skip
     arrays, head = [random(shape) for shape in LAYERS.values()], random(HEAD)
     start = time.perf_counter()
     weights = [ops.pack_linear(w) for _ in range(NUM_LAYERS) for w in arrays]
@@ -112,7 +65,7 @@ def report(level: str, threads: int, dtype: str) -> None:
     for m in ROWS:
         seconds = step_of_gemms(ops, weights, m)
         work = sum(2 * w.out_features * w.in_features * rows_of(w, m) for w in weights)
-        floor = max(work / rate, size / stream)
+        floor = speed.floor(work, size)
         print(
             f"  {m:>5} {seconds * 1e3:>9.2f} {work / seconds / 1e9:>9.0f} "
             f"{size / seconds / 1e9:>7.1f} {floor * 1e3:>9.2f} {floor / seconds:>9.0%}"

@@ -6,6 +6,7 @@ Prompts log-normal around 110 tokens, within 16 to 512; outputs 40 % under 60 to
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -16,6 +17,8 @@ ORDINARY_IDS = range(1000, 40000)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.parse_args()
     draw = random.Random(0)
     requests = []
     for number in range(NUM_REQUESTS):

@@ -60,7 +60,7 @@ def median_seconds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--vocab", type=int, default=49152)
     parser.add_argument("--rows", type=int, default=64)
     args = parser.parse_args()

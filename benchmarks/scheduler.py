@@ -1,4 +1,4 @@
-"""What scheduling costs: microseconds per step and per running request, in steady decode.
+"""What scheduling costs: microseconds per step and per running request, in steady decode (R21).
 
     PYTHONPATH=src python benchmarks/scheduler.py
 
@@ -69,17 +69,18 @@ def time_steps(scheduler: Scheduler, num_steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
-    print(f"{'running':>8} {'waiting':>8} {'schedule':>10} {'update':>10} {'us/request':>11}")
+    print(f"{'running':>8} {'waiting':>8} {'schedule':>10} {'update':>10} {'us/step':>9} "
+          f"{'us/request':>11}")  # fmt: skip
     for num_running, num_waiting in ((1, 0), (16, 0), (256, 0), (256, 5000)):
         scheduler = make_scheduler(num_running, num_waiting, args.steps)
         planning, updating = time_steps(scheduler, args.steps)
         per_request = (planning + updating) / num_running
         print(
             f"{num_running:>8} {num_waiting:>8} {planning:>10.1f} {updating:>10.1f} "
-            f"{per_request:>11.2f}"
+            f"{planning + updating:>9.1f} {per_request:>11.2f}"
         )
 
 

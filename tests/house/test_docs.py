@@ -1,4 +1,4 @@
-"""Documents that can be checked: links, and the two maps from promises to tests."""
+"""Documents that can be checked: links, and the two maps from promises to tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ CASES += [103, 104, 106, 107, 109, 110, 112, 113]
 
 STATES = {"proven", "partly", "later"}
 ROW = re.compile(r"^\| ([RC])(\d+) \| (.+?) \| (\w+) \| (.+?) \|$", re.MULTILINE)
-TEST_NAME = re.compile(r"`((?:test_|Test)\w+)`")
+PROOF = re.compile(r"`((?:test_|Test)\w+|benchmarks/[^`]+)`")
+"""A test, or a benchmark where the promise is a measurement."""
 
 
 class Row(NamedTuple):
@@ -33,8 +34,8 @@ class Row(NamedTuple):
     where: str
 
     @property
-    def tests(self) -> list[str]:
-        return TEST_NAME.findall(self.where)
+    def proofs(self) -> list[str]:
+        return PROOF.findall(self.where)
 
 
 def rows(text: str, letter: str) -> list[Row]:
@@ -57,8 +58,14 @@ def names_of_tests(root: Path) -> set[str]:
     return {name for name in found if name.startswith(("test_", "Test"))}
 
 
+def names_of_benchmarks(root: Path) -> set[str]:
+    """Files of benchmarks/ that run by themselves (others are what those share)."""
+    found = files(root / "benchmarks", ".py")
+    return {f"benchmarks/{path.name}" for path in found if "__main__" in path.read_text("utf-8")}
+
+
 def faults(table: list[Row], wanted: list[int], known: set[str]) -> Iterator[str]:
-    """What is wrong with a map: numbers, states, tests that do not exist."""
+    """What is wrong with a map: numbers, states, tests or benchmarks that do not exist."""
     counts = Counter(row.number for row in table)
     yield from (f"{number} is missing" for number in wanted if not counts[number])
     yield from (f"{number} is there {n} times" for number, n in counts.items() if n > 1)
@@ -66,11 +73,11 @@ def faults(table: list[Row], wanted: list[int], known: set[str]) -> Iterator[str
     for row in table:
         if row.state not in STATES:
             yield f"{row.number}: state {row.state}"
-        if row.state == "later" and row.tests:
-            yield f"{row.number}: later, but names a test"
-        if row.state != "later" and not row.tests:
-            yield f"{row.number}: {row.state}, but names no test"
-        yield from (f"{row.number}: no test {name}" for name in row.tests if name not in known)
+        if row.state == "later" and row.proofs:
+            yield f"{row.number}: later, but names a proof"
+        if row.state != "later" and not row.proofs:
+            yield f"{row.number}: {row.state}, but names no test and no benchmark"
+        yield from (f"{row.number}: no {name}" for name in row.proofs if name not in known)
 
 
 def broken_links(root: Path, page: Path) -> list[str]:
@@ -108,11 +115,11 @@ def test_links_lead_somewhere() -> None:
     [("requirements.md", "R", REQUIREMENTS), ("cases.md", "C", CASES)],
     ids=["requirements", "cases"],
 )
-def test_every_promise_is_listed_once_with_tests_that_exist(
+def test_every_promise_is_listed_once_with_proofs_that_exist(
     page: str, letter: str, wanted: list[int]
 ) -> None:
     table = rows((ROOT / "docs" / page).read_text("utf-8"), letter)
-    assert list(faults(table, wanted, names_of_tests(ROOT))) == []
+    assert list(faults(table, wanted, names_of_tests(ROOT) | names_of_benchmarks(ROOT))) == []
 
 
 def test_the_numbers_are_complete() -> None:
@@ -129,21 +136,36 @@ GOOD = [Row(1, "a", "proven", "`test_a`"), Row(2, "b", "later", "swap")]
         [*GOOD, GOOD[0]],
         [*GOOD, Row(3, "c", "later", "swap")],
         [GOOD[0], Row(2, "b", "proven", "`test_gone`")],
+        [GOOD[0], Row(2, "b", "proven", "`benchmarks/gone.py`")],
         [GOOD[0], Row(2, "b", "proven", "by looking at it")],
         [GOOD[0], Row(2, "b", "later", "`test_a`")],
+        [GOOD[0], Row(2, "b", "later", "`benchmarks/b.py`")],
         [GOOD[0], Row(2, "b", "done", "`test_a`")],
     ],
-    ids=["missing", "twice", "unknown", "no such test", "no test", "later with a test", "state"],
+    ids=[
+        "missing",
+        "twice",
+        "unknown",
+        "no such test",
+        "no such benchmark",
+        "no proof",
+        "later with a test",
+        "later with a benchmark",
+        "state",
+    ],
 )
 def test_a_faulty_map_is_seen(table: list[Row]) -> None:
-    assert list(faults(GOOD, [1, 2], {"test_a"})) == []
-    assert len(list(faults(table, [1, 2], {"test_a"}))) == 1
+    known = {"test_a", "benchmarks/b.py"}
+    measured = Row(3, "c", "proven", "`benchmarks/b.py`: its numbers")
+    assert list(faults([*GOOD, measured], [1, 2, 3], known)) == []
+    assert len(list(faults(table, [1, 2], known))) == 1
 
 
 def test_a_row_is_read_from_its_line() -> None:
     text = "| # | What |\n| R27 | slot 137 | proven | `test_a`, `TestB` |\n| C3 | x | later | y |\n"
     assert rows(text, "R") == [Row(27, "slot 137", "proven", "`test_a`, `TestB`")]
-    assert rows(text, "R")[0].tests == ["test_a", "TestB"]
+    assert rows(text, "R")[0].proofs == ["test_a", "TestB"]
+    assert Row(1, "a", "proven", "`test_a`; `benchmarks/b.py`").proofs[1:] == ["benchmarks/b.py"]
 
 
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:
