@@ -18,8 +18,8 @@ Floats = NDArray[np.float32]
 
 CHUNK_ELEMENTS = 1 << 16
 """Elements decoded at a time: 256 KB of output and its temporaries stay in a core's L2 cache."""
-NUM_THREADS = 4
-"""Threads that share a large tensor; more wait for the interpreter lock between numpy's calls."""
+NUM_THREADS = 2
+"""Threads that share a large tensor; more would wait for the interpreter lock between calls."""
 
 
 def dequantise(raw: Bytes, kind: str, out: Floats) -> None:
