@@ -109,36 +109,45 @@ inline void copy_rows(Matrix x, const std::int32_t* indices, Matrix out) {
     });
 }
 
+// Where the elements of one key or value of a head lie: at + d / 2 * pair + d % 2 * odd.
+struct KvStride {
+    i64 at, pair, odd;
+};
+
+inline KvStride kv_stride(const KvPool& pool, bool value, i64 offset) {
+    const i64 at = kv_offset(pool, value, offset, 0);
+    return {at, kv_offset(pool, value, offset, 2) - at, kv_offset(pool, value, offset, 1) - at};
+}
+
+// One key or value of a head, zeros up to dim_padded (a multiple of 16).
+template <class T, class X>
+inline void cache_write_row(const X* in, const KvPool& pool, const KvStride& to, T* head) {
+    T* at = head + to.at;
+    alignas(64) T row[16];
+    for (i64 d = 0; d < pool.dim_padded; d += 16) {
+        for (i64 i = 0; i < 16; i += VF::W) {
+            const i64 count = max64(0, min64(VF::W, pool.dim - d - i));
+            store(row + i, count == VF::W ? load(in + d + i)
+                                          : count > 0 ? load_n(in + d + i, count) : zero());
+        }
+        for (i64 i = 0; i < 16; i += 2, at += to.pair) {
+            at[0] = row[i];
+            at[to.odd] = row[i + 1];
+        }
+    }
+}
+
 template <class T>
 void cache_write_as(const Heads& key, const Heads& value, const KvPool& pool, i64 layer,
                     const std::int32_t* slots, i64 t) {
     const i64 block = slots[t] / pool.block_size, offset = slots[t] % pool.block_size;
+    const KvStride to_key = kv_stride(pool, false, offset), to_value = kv_stride(pool, true, offset);
     with_type(key.dtype, [&](auto* type) {
         using X = std::remove_pointer_t<decltype(type)>;
         for (i64 h = 0; h < pool.num_heads; ++h) {
-            T* base = reinterpret_cast<T*>(pool.head(block, layer, h));
-            const X* k = key.head<X>(t, h);
-            const X* v = value.head<X>(t, h);
-            float row[2][16];
-            for (i64 d0 = 0; d0 < pool.dim_padded; d0 += 16) {
-                const i64 count = max64(0, min64(16, pool.dim - d0));
-                for (i64 i = 0; i < 16; ++i) row[0][i] = row[1][i] = 0.0f;
-                for (i64 i = 0; i < count; ++i) {
-                    row[0][i] = to_float(k[d0 + i]);
-                    row[1][i] = to_float(v[d0 + i]);
-                }
-                for (i64 i = 0; i < 16; ++i) {
-                    T* k_at = base + kv_offset(pool, false, offset, d0 + i);
-                    T* v_at = base + kv_offset(pool, true, offset, d0 + i);
-                    if constexpr (sizeof(T) == 4) {
-                        *k_at = row[0][i];
-                        *v_at = row[1][i];
-                    } else {
-                        *k_at = to_bf16(row[0][i]);
-                        *v_at = to_bf16(row[1][i]);
-                    }
-                }
-            }
+            T* head = reinterpret_cast<T*>(pool.head(block, layer, h));
+            cache_write_row(key.head<X>(t, h), pool, to_key, head);
+            cache_write_row(value.head<X>(t, h), pool, to_value, head);
         }
     });
 }
