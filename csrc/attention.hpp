@@ -70,6 +70,9 @@ struct AttentionTask {
     B* gathered;             // [kTileUnits][2][kUnit * dim]
     const B* k_units[kTileUnits];
     const B* v_units[kTileUnits];
+    const AttentionItem* after = nullptr;  // the item that this thread most likely does next
+    const char* ahead[kTileUnits];         // units of the tile after this one
+    i64 num_ahead = 0, next_ahead = 0;
 
     i64 row_len(i64 query) const { return first_len + query / group; }
     i64 longest() const { return first_len + item.num_rows - 1; }
@@ -125,6 +128,41 @@ struct AttentionTask {
     const B* head_of_block(i64 index) const {
         const i64 block = args.block_table[item.request * args.block_table_stride + index];
         return reinterpret_cast<const B*>(args.pool.head(block, args.layer, item.kv_head));
+    }
+
+    const char* unit_at(const AttentionItem& of, i64 position) const {
+        const i64 size = args.pool.block_size;
+        const i64 block =
+            args.block_table[of.request * args.block_table_stride + position / size];
+        return args.pool.head(block, args.layer, of.kv_head) +
+               position % size * 2 * dim * static_cast<i64>(sizeof(B));
+    }
+
+    // Notes where the next tile lies: of this item, else of the one after it.
+    void look_ahead(i64 tile, i64 end) {
+        num_ahead = next_ahead = 0;
+        // With many queries a tile the sums take far longer than the memory.
+        if (!args.pool.has_units() || count > 16) return;
+        const AttentionItem* of = &item;
+        i64 start = tile + kTileKeys;
+        if (start >= end) {
+            of = after;
+            start = 0;
+            if (of == nullptr) return;
+            end = args.seq_lens[of->request];
+        }
+        const i64 stop = min64(end, start + kTileKeys);
+        for (i64 at = start; at < stop; at += kUnit) ahead[num_ahead++] = unit_at(*of, at);
+    }
+
+    // Asks for the next `count` units of it: some at a time between the sums, because one burst
+    // would fill the buffers that the loads of this tile need.
+    void fetch_ahead(i64 count) {
+        const i64 bytes = 2 * kUnit * dim * static_cast<i64>(sizeof(B));
+        for (; count > 0 && next_ahead < num_ahead; --count, ++next_ahead) {
+            const char* unit = ahead[next_ahead];
+            for (i64 at = 0; at < bytes; at += 64) __builtin_prefetch(unit + at, 0, 2);
+        }
     }
 
     // Rows of small blocks into one unit; keys past the end of the request are zero.
@@ -306,8 +344,14 @@ struct AttentionTask {
             const i64 num_units = ceil_div(min64(kTileKeys, end - tile), kUnit);
             for (i64 u = 0; u < num_units; ++u) find_unit(u, tile + u * kUnit);
             const i64 begin = first_query(tile);
+            look_ahead(tile, end);
+            fetch_ahead(1);
             score(begin, num_units);
-            for (i64 i = begin; i < count; ++i) soften(i, tile, num_units, state);
+            for (i64 i = begin; i < count; ++i) {
+                fetch_ahead(1);
+                soften(i, tile, num_units, state);
+            }
+            fetch_ahead(kTileUnits);
             weigh(begin, num_units, state);
         }
 #if defined(__AMX_BF16__)
@@ -380,6 +424,7 @@ struct Attention {
         float* states;
         char* memory = task_memory(states);
         AttentionTask<D> task(args, items[index], memory);
+        if (index + 1 < num_items) task.after = &items[index + 1];
         const i64 dim = args.pool.dim_padded;
         const Softmax total = softmax_at(states, task.count, dim);
         const Softmax part = softmax_at(states + softmax_floats(task.count, dim), task.count, dim);
