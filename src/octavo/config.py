@@ -134,6 +134,10 @@ class BackendConfig:
     dtype: str = "auto"
     """Number format of weights and activations: auto, bfloat16 or float32."""
 
+    enforce_eager: bool = False
+    """Compute each step by the model's Python instead of replaying it as captured at load (the
+    answers are the same; replaying is quicker)."""
+
     quantization: str | None = None
     """Quantise the weights at load. No method is available yet: leave unset."""
 

@@ -11,12 +11,13 @@ done for one row at a time, in an order that the row alone decides. It is slow o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError
-from .api import Array, KVCache, Linear
+from .api import Array, Forward, KVCache, Linear, StepBatch
 from .arena import NumpyArena
 
 TILE_SIZE = 64
@@ -79,6 +80,9 @@ class ReferenceKernels:
 
     def make_arena(self) -> NumpyArena:
         return NumpyArena()
+
+    def capture(self, forward: Forward, kv_cache: KVCache, batches: Sequence[StepBatch]) -> None:
+        return None  # nothing here is to be quicker than it is plain
 
     def pack_linear(self, weight: Array) -> ReferenceLinear:
         return ReferenceLinear(np.array(weight, dtype=np.float32))  # a copy: see the op table

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from ..kernels.api import Array
 
 
@@ -30,3 +32,23 @@ class ForwardBatch(NamedTuple):
 
     logits_indices: Array
     """[S] rows whose logits are wanted (R61, R62)."""
+
+
+def trace_batches() -> tuple[ForwardBatch, ForwardBatch]:
+    """Two steps to capture a model with, one that samples and one that doesn't; T != B, S != T.
+
+    Three requests of 1, 2 and 2 tokens that all write to the first block's first slots: whatever
+    the sizes of pool and blocks, they fit, if not two tokens then one over the other.
+    """
+    starts = np.array([0, 1, 3, 5], np.int32)
+    zeros = np.zeros(5, np.int32)
+    plain = ForwardBatch(
+        input_ids=zeros,
+        positions=zeros.copy(),
+        slot_mapping=zeros.copy(),
+        query_start_loc=starts,
+        seq_lens=np.diff(starts),
+        block_table=np.zeros((3, 2), np.int32),
+        logits_indices=starts[1:] - 1,
+    )
+    return plain, plain._replace(logits_indices=starts[:0].copy())
