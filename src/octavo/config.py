@@ -138,6 +138,10 @@ class BackendConfig:
     """Compute each step by the model's Python instead of replaying it as captured at load (the
     answers are the same; replaying is quicker)."""
 
+    prune_last_layer: bool = True
+    """Compute no more than K and V of the last layer for prompt tokens whose logits nobody reads
+    (the answers are the same; a prompt takes about one layer less)."""
+
     quantization: str | None = None
     """Quantise the weights at load. No method is available yet: leave unset."""
 

@@ -32,7 +32,12 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
     )
-    model = build_model(checkpoint, kernels, max_model_len=max_model_len)
+    model = build_model(
+        checkpoint,
+        kernels,
+        max_model_len=max_model_len,
+        prune_last_layer=backend.prune_last_layer,
+    )
     captured = None
     if not backend.enforce_eager:
         captured = kernels.capture(model.forward, storage.kv_cache, trace_batches())

@@ -2,7 +2,8 @@
 
 The model's Python stays the definition. It runs once on a step that nobody reads, while a recorder
 takes note of each op: which part of the arena, which index array, which weight. A replay lays out
-the same arena for any T and S and runs the list natively; the kernels are the same, so are the bits.
+the same arena for any T and S and runs the list natively; the kernels are the same, so are the
+bits.
 """
 
 from __future__ import annotations
@@ -159,10 +160,16 @@ class Recorder:
 class Captured:
     """One program, and where its logits lie."""
 
-    def __init__(self, program: _native.Program, recorder: Recorder, logits: int | None) -> None:
+    def __init__(
+        self, program: _native.Program, recorder: Recorder, arena: TracingArena, logits: Array
+    ) -> None:
+        """logits: what the traced step gave."""
+        if not len(program):
+            raise CaptureError("the model computes with other kernels than these")
         self.program = program
         self._kept = recorder.kept
-        self._logits = logits
+        self._num_columns = logits.shape[1]
+        self._logits = arena.index_of(logits)[0] if logits.size else None
 
     def run(self, ops: _native.Ops, batch: StepBatch, kv_cache: KVCache, arena: Arena) -> Array:
         """Logits [S, V] float32 in the arena's memory; an empty array for S = 0."""
@@ -171,10 +178,10 @@ class Captured:
         memory = arena.empty((starts[-1],), np.uint8)
         ops.replay(self.program, num_tokens, num_samples, list(batch), kv_cache, memory)
         if self._logits is None:
-            return np.empty((0, 0), np.float32)
-        begin, end = starts[self._logits : self._logits + 2]
-        logits: Array = memory[begin:end].view(np.float32)
-        return logits[: logits.size // num_samples * num_samples].reshape(num_samples, -1)
+            return np.empty((0, self._num_columns), np.float32)
+        begin, size = starts[self._logits], num_samples * self._num_columns
+        logits: Array = memory[begin : begin + 4 * size].view(np.float32)
+        return logits.reshape(num_samples, -1)
 
 
 class CapturedForward:

@@ -69,8 +69,7 @@ class CpuKernels:
                 recorder = Recorder(ops, arena, program, batch)
                 self._ops = recorder
                 logits = forward(batch, kv_cache, arena)
-                place = arena.index_of(logits)[0] if logits.size else None
-                programs[logits.size > 0] = Captured(program, recorder, place)
+                programs[logits.size > 0] = Captured(program, recorder, arena, logits)
         except CaptureError:
             return None
         finally:
@@ -95,7 +94,9 @@ class CpuKernels:
         """Map the pool; a page becomes resident when it is first written."""
         return cast(
             KVCache,
-            self._native_ops().allocate_kv_cache(num_layers, num_blocks, block_size, num_kv_heads, head_dim),
+            self._native_ops().allocate_kv_cache(
+                num_layers, num_blocks, block_size, num_kv_heads, head_dim
+            ),
         )
 
     def kv_bytes_per_token(self, *, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
