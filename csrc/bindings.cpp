@@ -127,7 +127,9 @@ public:
         for (i64 layer = 0; layer < pool.num_layers; ++layer) {
             char* base = pool.head(block, layer, 0);
             const i64 count = pool.block_bytes() / item_size(pool.dtype);
-            if (pool.dtype == DType::f32) {
+            if (pool.dtype == DType::i8) {
+                fill_i8(base, value);
+            } else if (pool.dtype == DType::f32) {
                 auto* at = reinterpret_cast<float*>(base);
                 for (i64 i = 0; i < count; ++i) at[i] = value;
             } else {
@@ -138,6 +140,29 @@ public:
     }
 
 private:
+    // Every number 127 with the scale that gives `value`.
+    void fill_i8(char* block, float value) {
+        const float scale = value / 127.0f;
+        std::memset(block, 127, static_cast<std::size_t>(pool.block_bytes()));
+        for (i64 h = 0; h < pool.num_heads; ++h) {
+            for (i64 slot = 0; slot < pool.block_size; ++slot) {
+                for (const bool is_value : {false, true}) {
+                    char* head = block + h * pool.head_bytes();
+                    std::memcpy(head + kv_scale_offset(pool, is_value, slot), &scale, 4);
+                }
+            }
+        }
+    }
+
+    static float element(const KvPool& pool, const char* head, bool value, i64 slot, i64 d) {
+        const i64 at = kv_offset(pool, value, slot, d);
+        if (pool.dtype == DType::f32) return reinterpret_cast<const float*>(head)[at];
+        if (pool.dtype == DType::bf16) return to_float(reinterpret_cast<const bf16*>(head)[at]);
+        float scale;
+        std::memcpy(&scale, head + kv_scale_offset(pool, value, slot), 4);
+        return static_cast<float>(reinterpret_cast<const std::int8_t*>(head)[at]) * scale;
+    }
+
     static std::size_t checked_bytes(const KvPool& shape) {
         const double bytes =
             static_cast<double>(shape.num_blocks) * static_cast<double>(shape.num_layers) *
@@ -160,10 +185,7 @@ private:
             for (i64 h = 0; h < pool.num_heads; ++h) {
                 const char* head = pool.head(block, layer, h);
                 for (i64 d = 0; d < pool.dim; ++d) {
-                    const i64 at = kv_offset(pool, value, slot, d);
-                    *to++ = pool.dtype == DType::f32
-                                ? reinterpret_cast<const float*>(head)[at]
-                                : to_float(reinterpret_cast<const bf16*>(head)[at]);
+                    *to++ = element(pool, head, value, slot, d);
                 }
             }
         }
@@ -197,18 +219,20 @@ public:
         return new Linear(w, std::move(part));
     }
 
-    KVCache* allocate(i64 num_layers, i64 num_blocks, i64 block_size, i64 num_heads, i64 dim) {
+    KVCache* allocate(i64 num_layers, i64 num_blocks, i64 block_size, i64 num_heads, i64 dim,
+                      bool int8) {
         require(num_layers > 0 && num_blocks > 0 && num_heads > 0,
                 "KV pool sizes must be positive");
         require(block_size > 0 && (block_size & (block_size - 1)) == 0,
                 "block_size must be a power of two");
         require(dim > 0 && dim % 2 == 0, "head_dim must be even");
         return new KVCache(KvPool{nullptr, num_blocks, num_layers, num_heads, block_size, dim,
-                                  padded(dim), dtype_});
+                                  padded(dim), int8 ? DType::i8 : dtype_, dtype_});
     }
 
-    i64 bytes_per_token(i64 num_layers, i64 num_heads, i64 dim) const {
-        return 2 * num_layers * num_heads * padded(dim) * item_size(dtype_);
+    i64 bytes_per_token(i64 num_layers, i64 num_heads, i64 dim, bool int8) const {
+        const i64 vector = int8 ? padded(dim) + 4 : padded(dim) * item_size(dtype_);
+        return 2 * num_layers * num_heads * vector;
     }
 
     void embedding(const Indices& ids, const Linear& weight, const Out& out) const {
@@ -348,7 +372,7 @@ private:
         if (layer < 0 || layer >= cache.pool.num_layers) {
             throw nb::index_error("layer is out of range");
         }
-        require(cache.pool.dtype == dtype_, "the KV pool has another dtype than these kernels");
+        require(cache.pool.compute == dtype_, "the KV pool has another dtype than these kernels");
     }
 
     const Level* level_;

@@ -152,9 +152,55 @@ void cache_write_as(const Heads& key, const Heads& value, const KvPool& pool, i6
     });
 }
 
+// One key or value of a head as int8 with a scale of its own: the largest magnitude is 127. What is
+// not finite gives a scale that is none, so all of this key or value is NaN when read.
+template <class X>
+inline void quantise_row(const X* in, const KvPool& pool, const KvStride& to, char* head,
+                         i64 scale_at) {
+    float largest = 0.0f;
+    bool finite = true;
+    for (i64 d = 0; d < pool.dim; ++d) {
+        const float size = __builtin_fabsf(to_float(in[d]));
+        finite = finite && size < __builtin_inff();
+        largest = size > largest ? size : largest;
+    }
+    const float scale = finite ? largest / 127.0f : __builtin_nanf("");
+    std::memcpy(head + scale_at, &scale, 4);
+    // A subnormal scale has no inverse: what is that small counts as zero.
+    const float inverse = finite && scale >= 1.2e-38f ? 1.0f / scale : 0.0f;
+    auto* at = reinterpret_cast<std::int8_t*>(head) + to.at;
+    for (i64 d = 0; d < pool.dim_padded; d += 2, at += to.pair) {
+        for (i64 i = 0; i < 2; ++i) {
+            float q = finite && d + i < pool.dim
+                          ? __builtin_rintf(to_float(in[d + i]) * inverse)
+                          : 0.0f;
+            q = q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q;
+            at[i * to.odd] = static_cast<std::int8_t>(q);
+        }
+    }
+}
+
+inline void cache_write_i8(const Heads& key, const Heads& value, const KvPool& pool, i64 layer,
+                           const std::int32_t* slots, i64 t) {
+    const i64 block = slots[t] / pool.block_size, offset = slots[t] % pool.block_size;
+    const KvStride to_key = kv_stride(pool, false, offset), to_value = kv_stride(pool, true, offset);
+    const i64 key_scale = kv_scale_offset(pool, false, offset);
+    const i64 value_scale = kv_scale_offset(pool, true, offset);
+    with_type(key.dtype, [&](auto* type) {
+        using X = std::remove_pointer_t<decltype(type)>;
+        for (i64 h = 0; h < pool.num_heads; ++h) {
+            char* head = pool.head(block, layer, h);
+            quantise_row(key.head<X>(t, h), pool, to_key, head, key_scale);
+            quantise_row(value.head<X>(t, h), pool, to_value, head, value_scale);
+        }
+    });
+}
+
 inline void cache_write(Heads key, Heads value, KvPool pool, i64 layer, const std::int32_t* slots) {
     parallel_for(key.tokens, row_grain(8 * key.heads * key.dim), [&](i64 t) {
-        if (pool.dtype == DType::f32) {
+        if (pool.dtype == DType::i8) {
+            cache_write_i8(key, value, pool, layer, slots, t);
+        } else if (pool.dtype == DType::f32) {
             cache_write_as<float>(key, value, pool, layer, slots, t);
         } else {
             cache_write_as<bf16>(key, value, pool, layer, slots, t);

@@ -36,7 +36,8 @@ class CacheConfig:
     """Keep computed prefixes in a radix tree and reuse them for later requests."""
 
     kv_cache_dtype: str = "auto"
-    """Element type of cached K and V: auto (that of the backend), bfloat16 or float32."""
+    """Element type of cached K and V: auto (that of the backend), bfloat16, float32, or int8 with
+    one scale per token and head (half of bfloat16's memory; answers differ a little)."""
 
     def __post_init__(self) -> None:
         _require(
@@ -63,7 +64,7 @@ class CacheConfig:
             self.kv_cache_memory,
             "unset when num_kv_blocks is set: they size the same pool",
         )
-        dtypes = ("auto", "bfloat16", "float32")
+        dtypes = ("auto", "bfloat16", "float32", "int8")
         _require(
             self.kv_cache_dtype in dtypes,
             "kv_cache_dtype",

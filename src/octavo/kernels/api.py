@@ -120,13 +120,28 @@ class Kernels(Protocol):
         """Bring a norm weight [H] into the form that the norms read."""
         ...
 
+    kv_cache_dtypes: tuple[str, ...]
+    """What a pool may hold: the dtype itself; int8, with one scale per token and head."""
+
     def allocate_kv_cache(
-        self, *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str = "auto",
     ) -> KVCache:
-        """Reserve the pool once; pages become resident on first use only."""
+        """Reserve the pool once; pages become resident on first use only.
+
+        dtype: one of kv_cache_dtypes, or "auto" for that of the activations.
+        """
         ...
 
-    def kv_bytes_per_token(self, *, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+    def kv_bytes_per_token(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "auto"
+    ) -> int:
         """Bytes of the pool that one token takes, over all layers."""
         ...
 

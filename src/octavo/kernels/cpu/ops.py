@@ -41,6 +41,7 @@ class CpuKernels:
     def __init__(self, level: str, dtype: np.dtype[Any]) -> None:
         self.isa = level
         self.dtype: Any = dtype
+        self.kv_cache_dtypes = (str(dtype), "int8")
         self._ops: _native.Ops | Recorder = _native.Ops(level, dtype == FLOAT32)
 
     def describe(self) -> dict[str, str]:
@@ -89,19 +90,30 @@ class CpuKernels:
         return np.array(weight, dtype=np.float32, order="C")
 
     def allocate_kv_cache(
-        self, *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str = "auto",
     ) -> KVCache:
         """Map the pool; a page becomes resident when it is first written."""
         return cast(
             KVCache,
             self._native_ops().allocate_kv_cache(
-                num_layers, num_blocks, block_size, num_kv_heads, head_dim
+                num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype == "int8"
             ),
         )
 
-    def kv_bytes_per_token(self, *, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+    def kv_bytes_per_token(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "auto"
+    ) -> int:
         """Bytes of the pool that one token takes, over all layers (head_dim padded to 16)."""
-        return self._native_ops().kv_bytes_per_token(num_layers, num_kv_heads, head_dim)
+        return self._native_ops().kv_bytes_per_token(
+            num_layers, num_kv_heads, head_dim, dtype == "int8"
+        )
 
     def embedding(self, input_ids: Array, weight: Linear, out: Array) -> None:
         """out[T, H] float32 = rows of the packed weight [V, H]."""
