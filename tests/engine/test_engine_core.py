@@ -166,8 +166,16 @@ def test_an_abort_frees_everything_before_the_next_step() -> None:
     bed.scheduler.audit()
 
 
+def test_no_gauge_is_negative_while_the_engine_moves_blocks() -> None:
+    """C67: a scrape may come between two counts of one snapshot."""
+    bed = EngineBed()
+    between = bed.scheduler.stats()._replace(num_free_blocks=40, num_cached_blocks=30)
+    bed.metrics.watch(lambda: between)
+    assert bed.metric("vllm:kv_cache_usage_perc") == 0
+
+
 def test_metrics_count_what_happened() -> None:
-    """R21 and the metric names that routers read: tokens, hits, ends, times."""
+    """The metric names that routers read: tokens, hits, ends, times."""
     bed = EngineBed()
     bed.add(PROMPTS[3], max_tokens=4)
     bed.run()
