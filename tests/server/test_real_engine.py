@@ -7,13 +7,15 @@ one row) happens here as it does in a served model.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
 
-from beds.engine_bed import EngineBed, with_async_engine
-from beds.live_server import sse_events, strict_json
+from beds.engine_bed import EngineBed, async_engine, with_async_engine
+from beds.live_server import LiveServer, read_all, sse_events, strict_json, wait_until
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.app import make_app
 
@@ -205,6 +207,66 @@ def test_bad_requests_beside_a_stream_leave_it_alone() -> None:
     assert token_ids(serve(EngineBed(step_seconds=0.002), talk)) == token_ids(
         serve(EngineBed(), undisturbed)
     )
+
+
+@contextmanager
+def live(bed: EngineBed) -> Iterator[LiveServer]:
+    """Real sockets: clients can go away. The server's end shuts the engine down."""
+    server = LiveServer(async_engine(bed))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def is_idle(bed: EngineBed) -> bool:
+    """Nobody waits or runs, and no block is referenced but by the cache."""
+    stats = bed.scheduler.stats()
+    used = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
+    return stats.num_waiting == stats.num_running == used == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("num_steps", "least_cached"), [(3, 8), (14, 36)])
+def test_a_client_that_goes_away_leaves_nothing_but_its_cached_prefix(
+    stream: bool, num_steps: int, least_cached: int
+) -> None:
+    """C64: in prefill (10 chunks) and in decode, streamed or not: blocks free, counted as aborted,
+    and the same prompt sent again hits what was computed."""
+    bed = EngineBed(step_seconds=0.01, scheduling={"max_num_batched_tokens": 4})
+    body = {"prompt": list(range(10, 50)), "max_tokens": 150, "stream": stream}
+    with live(bed) as server:
+        connection = server.send(body)
+        wait_until(lambda: bed.scheduler.stats().steps >= num_steps)
+        connection.close()
+        wait_until(lambda: is_idle(bed))
+        assert bed.scheduler.stats().steps < 100, "it ran to its end"
+        assert bed.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1
+        again = httpx.post(
+            server.url + COMPLETIONS, json={**body, "max_tokens": 1, "stream": False}
+        )
+        cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert least_cached <= cached <= 36
+    bed.scheduler.audit()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_while_waiting_is_not_waited_for(stream: bool) -> None:
+    """C64: it leaves the queue; the one that runs has its whole answer."""
+    bed = EngineBed(step_seconds=0.005, scheduling={"max_num_seqs": 1})
+    with live(bed) as server:
+        first = server.send({"prompt": [5, 6, 7], "max_tokens": 100})
+        wait_until(lambda: bed.scheduler.stats().num_running == 1)
+        second = server.send({"prompt": [8, 9], "max_tokens": 100, "stream": stream})
+        wait_until(lambda: bed.scheduler.stats().num_waiting == 1)
+        second.close()
+        wait_until(lambda: bed.scheduler.stats().num_waiting == 0)
+        assert bed.scheduler.stats().num_running == 1
+        answer = strict_json(read_all(first).partition(b"\r\n\r\n")[2])
+        assert answer["usage"]["completion_tokens"] == 100
+        wait_until(lambda: is_idle(bed))
+        assert bed.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1
+    bed.scheduler.audit()
 
 
 def test_equal_request_ids_are_two_requests() -> None:
