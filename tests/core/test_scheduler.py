@@ -34,7 +34,7 @@ def test_walk_through_of_continuous_batching() -> None:
 
 
 def test_chunked_prefill_walk_through() -> None:
-    """R109: 1000 tokens in chunks of 256 beside two decodes, which run in each step."""
+    """R5, R109: 1000 tokens in chunks of 256 beside two decodes, which run in each step."""
     bed = CoreBed(num_blocks=400, max_num_batched_tokens=258)
     a, b = bed.add(prompt(4), 50), bed.add(prompt(4, 1), 50)
     bed.step()

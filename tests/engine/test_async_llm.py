@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 
 from beds.engine_bed import EngineBed, async_engine, tokens, with_async_engine
+from beds.live_server import wait_until
+from octavo.engine import async_llm
 from octavo.engine.async_llm import AnswerStream, AsyncLLM
 from octavo.errors import EngineDead, RequestError
 from octavo.outputs import StreamEvent
@@ -196,6 +198,23 @@ def test_an_idle_engine_sleeps() -> None:
         time.sleep(0.1)
         assert step.call_count == 0
         engine.shutdown()
+
+
+def test_an_idle_engine_recounts_its_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leak is found when nothing runs, and the engine stops rather than guess."""
+    monkeypatch.setattr(async_llm, "IDLE_AUDIT_SECONDS", 0.01)
+    bed = EngineBed()
+    engine = async_engine(bed)
+    with mock.patch.object(bed.scheduler, "audit", wraps=bed.scheduler.audit) as audit:
+        engine.abort([])
+        wait_until(lambda: audit.call_count == 1)
+        time.sleep(0.1)
+        assert audit.call_count == 1
+    assert engine.is_ready
+    bed.scheduler.kv.pool.ref_counts[3] += 1
+    engine.abort([])
+    wait_until(lambda: not engine.is_ready)
+    engine.shutdown()
 
 
 def test_a_closed_loop_does_not_hurt_the_engine() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +84,17 @@ def test_an_open_stream_loses_nothing_to_other_calls(llm: LLM) -> None:
     events += stream
     (whole,) = llm.generate("abc", GREEDY)
     assert "".join(event.text for event in events) == whole.outputs[0].text
+
+
+def test_the_models_own_sampling_defaults_are_used(tmp_path: Path) -> None:
+    """generation_config.json is JSON: its top_k may come as 50 or 50.0; the count is whole."""
+    folder = write_tiny_hf(tmp_path / "tiny")
+    sampling = {"temperature": 0.6, "top_p": 0.9, "top_k": 50.0}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **sampling}))
+    llm = LLM(str(folder), max_model_len=64, num_kv_blocks=16)
+    assert llm.default_params() == SamplingParams(temperature=0.6, top_p=0.9, top_k=50)
+    assert llm.generate("abc")[0].outputs[0].finish_reason in ("stop", "length")
+    llm.close()
 
 
 def test_one_bad_prompt_is_refused_before_any_runs(llm: LLM) -> None:

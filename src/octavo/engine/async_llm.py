@@ -29,6 +29,9 @@ from .tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
 
+IDLE_AUDIT_SECONDS = 1.0
+"""Without work for so long, the engine recounts its blocks once, then sleeps."""
+
 Command = Callable[[], list[StreamEvent]]
 
 
@@ -210,13 +213,22 @@ class AsyncLLM:
         while not stopping or core.has_unfinished():
             wait = not core.has_unfinished()
             while wait or not self._commands.empty():
-                command = self._commands.get()
+                command = self._next_command() if wait else self._commands.get()
                 wait = False
                 if command is None:
                     stopping = True
                 else:
                     self._deliver(command())
             self._deliver(core.step())
+
+    def _next_command(self) -> Command | None:
+        """Sleep until there is one. Raises AssertionError if the idle scheduler does not add up:
+        then answers could be wrong, and the engine rather stops."""
+        try:
+            return self._commands.get(timeout=IDLE_AUDIT_SECONDS)
+        except queue.Empty:
+            self._engine.core.scheduler.audit()
+            return self._commands.get()
 
     def _add(self, stream: AnswerStream, requests: list[Request]) -> list[StreamEvent]:
         self._streams[stream.request_id] = stream

@@ -40,12 +40,7 @@ def build_params(
     sampling: Mapping[str, Any], model_defaults: Mapping[str, float]
 ) -> SamplingParams:
     """SamplingParams of a request. Raises RequestError that names the field."""
-    defaults: dict[str, Any] = {
-        # A checkpoint's JSON may say 40.0; top_k is a count.
-        name: int(value) if name == "top_k" else value
-        for name, value in model_defaults.items()
-    }
-    return SamplingParams(**{**defaults, **sampling})
+    return SamplingParams(**{**model_defaults, **sampling})
 
 
 def check_priority(request: GenerateRequest, engine: Engine) -> None:
