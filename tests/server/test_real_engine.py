@@ -144,7 +144,7 @@ def test_preempted_answers_are_whole_on_the_wire() -> None:
 
 
 def test_a_failed_row_is_an_error_event_and_its_neighbours_go_on() -> None:
-    """C37, C62: row B of three fails at its fourth token; the metric says so."""
+    """C37: row B of three fails at its fourth token; the metric says so."""
     prompts = [[10 + 20 * i + j for j in range(6)] for i in range(3)]
 
     async def talk(client: Client) -> list[list[Any]]:
@@ -165,7 +165,7 @@ def test_a_failed_row_is_an_error_event_and_its_neighbours_go_on() -> None:
 
 
 def test_a_fault_before_the_first_token_is_a_500() -> None:
-    """C62: no SSE; the engine answers the next one."""
+    """C62, C106: no SSE; the engine answers the next one."""
 
     async def talk(client: Client) -> None:
         for request_id, stream in enumerate((False, True)):
