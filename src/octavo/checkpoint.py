@@ -102,8 +102,11 @@ class Weights(Protocol):
         """Shape of one tensor, without reading it. Raises ModelLoadError if it is missing."""
         ...
 
-    def load(self, name: str) -> np.ndarray:
-        """One tensor as float32 (C order), dequantised. Raises ModelLoadError if missing."""
+    def load(self, name: str, *, out: np.ndarray | None = None) -> np.ndarray:
+        """One tensor as float32 (C order), dequantised into `out` if given (of that shape).
+
+        Raises ModelLoadError if it is missing.
+        """
         ...
 
 

@@ -78,10 +78,11 @@ class TinyWeights:
             raise ModelLoadError(f"tensor {name} is missing")
         return self.tensors[name].shape
 
-    def load(self, name: str) -> np.ndarray:
-        self.shape(name)
+    def load(self, name: str, *, out: np.ndarray | None = None) -> np.ndarray:
+        out = np.empty(self.shape(name), np.float32) if out is None else out
         self.loaded.append(name)
-        return self.tensors[name].copy()
+        out[:] = self.tensors[name]
+        return out
 
 
 def make_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..checkpoint import GenerationDefaults
@@ -40,8 +41,10 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     """
     start = time.monotonic()
     checkpoint = open_checkpoint(config.model, progress=progress)
-    tokenizer = Tokenizer(checkpoint.tokenizer)
-    executor = load_executor(config, checkpoint)
+    with ThreadPoolExecutor(1) as pool:  # reading weights mostly waits for memory, not for us
+        building = pool.submit(Tokenizer, checkpoint.tokenizer)
+        executor = load_executor(config, checkpoint)
+        tokenizer = building.result()
     scheduler = Scheduler(
         config.scheduler,
         config.cache,

@@ -81,7 +81,7 @@ class Kernels(Protocol):
     def make_arena(self) -> Arena: ...
 
     def pack_linear(self, weight: Array) -> Linear:
-        """Pack a float32 [N, K] weight once, at load."""
+        """Pack a float32 [N, K] weight once, at load; the caller may overwrite it afterwards."""
         ...
 
     def pack_vector(self, weight: Array) -> Array:

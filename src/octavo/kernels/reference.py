@@ -81,7 +81,7 @@ class ReferenceKernels:
         return NumpyArena()
 
     def pack_linear(self, weight: Array) -> ReferenceLinear:
-        return ReferenceLinear(weight)
+        return ReferenceLinear(np.array(weight, dtype=np.float32))  # a copy: see the op table
 
     def pack_vector(self, weight: Array) -> Array:
         return np.ascontiguousarray(weight, dtype=np.float32)

@@ -12,14 +12,16 @@ from ..kernels.api import Array, Kernels, Linear
 
 
 class WeightLoader:
-    """Reads tensors one at a time, packs each for its backend and lets the original go.
+    """Reads tensors one at a time and packs each for its backend.
 
-    At no time is more than one packed weight alive unpacked, so peak memory stays near the final.
+    At no time is more than one weight alive unpacked, so peak memory stays near the final; all are
+    decoded into the same scratch memory, since fresh pages would cost as much as the decoding.
     """
 
     def __init__(self, weights: Weights, kernels: Kernels) -> None:
         self._weights = weights
         self._kernels = kernels
+        self._scratch = np.empty(0, np.float32)
         self.nbytes = 0
         """Bytes of the packed weights so far."""
         self.used: set[str] = set()
@@ -31,28 +33,33 @@ class WeightLoader:
         `parts` are (tensor name, out_features). Fusing q, k, v or gate, up like this makes one
         wide product of several (R38, R57).
         """
-        tensors = [self._load(name, (rows, in_features)) for name, rows in parts]
-        stacked = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
-        del tensors
+        out_features = sum(rows for _, rows in parts)
+        if self._scratch.size < out_features * in_features:
+            self._scratch = np.empty(out_features * in_features, np.float32)
+        stacked = self._scratch[: out_features * in_features].reshape(-1, in_features)
+        row = 0
+        for name, rows in parts:
+            self._load(name, stacked[row : row + rows])
+            row += rows
         packed = self._kernels.pack_linear(stacked)
         self.nbytes += packed.nbytes
         return packed
 
     def vector(self, name: str, size: int) -> Array:
         """One norm weight [size]."""
-        packed = self._kernels.pack_vector(self._load(name, (size,)))
+        packed = self._kernels.pack_vector(self._load(name, np.empty(size, np.float32)))
         self.nbytes += packed.nbytes
         return packed
 
-    def _load(self, name: str, shape: tuple[int, ...]) -> Array:
+    def _load(self, name: str, out: Array) -> Array:
         found = tuple(self._weights.shape(name))
-        if found != shape:
+        if found != out.shape:
             raise ModelLoadError(
                 f"tensor {name} has the shape {list(found)}, but the model's configuration says "
-                f"{list(shape)}: the file is damaged or its configuration belongs to another model"
+                f"{list(out.shape)}: the file is damaged, or its configuration is another model's"
             )
         self.used.add(name)
-        return self._weights.load(name)
+        return self._weights.load(name, out=out)
 
 
 def build_cos_sin_cache(config: ModelConfig, max_position: int) -> Array:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelLoadError
-from .dequantise import dequantise
+from .dequantise import dequantise, flat
 from .ggml_types import READABLE, type_name
 from .mapped_file import MappedFile
 
@@ -87,8 +87,14 @@ class GGUFFile:
                 f"not read; take a file in one of {known}"
             )
 
-    def load(self, name: str, *, num_interleaved_heads: int = 0) -> NDArray[np.float32]:
-        """Tensor `name` as float32, C order.
+    def load(
+        self,
+        name: str,
+        *,
+        num_interleaved_heads: int = 0,
+        out: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float32]:
+        """Tensor `name` as float32, C order; into `out` if given.
 
         num_interleaved_heads  set for q and k: undoes the row order that llama GGUFs carry
         """
@@ -97,8 +103,8 @@ class GGUFFile:
         raw = self._file.bytes_at(info.offset, info.num_bytes)
         if num_interleaved_heads:
             raw = _undo_row_interleave(raw, info.shape[0], num_interleaved_heads)
-        out = np.empty(info.shape, np.float32)
-        dequantise(raw, READABLE[info.type_id].name, out.reshape(-1))
+        out = np.empty(info.shape, np.float32) if out is None else out
+        dequantise(raw, READABLE[info.type_id].name, flat(out, info.shape))
         del raw
         self._file.release(info.offset, info.num_bytes)
         return out

@@ -101,9 +101,9 @@ class GGUFWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self.stored_name(name)].shape
 
-    def load(self, name: str) -> NDArray[np.float32]:
+    def load(self, name: str, *, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         heads = self._interleaved.get(name.split(".", 3)[-1], 0)
-        return self._file.load(self.stored_name(name), num_interleaved_heads=heads)
+        return self._file.load(self.stored_name(name), num_interleaved_heads=heads, out=out)
 
     def stored_name(self, name: str) -> str:
         """The file's own name for a tensor. Raises ModelLoadError if it has none."""

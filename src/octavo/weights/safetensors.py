@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelLoadError
-from .dequantise import dequantise
+from .dequantise import dequantise, flat
 from .mapped_file import MappedFile
 
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -52,13 +52,13 @@ class SafetensorsFile:
             if name != "__metadata__":
                 self.tensors[name] = self._entry(name, entry, data_start)
 
-    def load(self, name: str) -> NDArray[np.float32]:
-        """One tensor as float32, C order."""
+    def load(self, name: str, *, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """One tensor as float32, C order; into `out` if given."""
         info = self.tensors[name]
         self.check_readable(name)
         raw = self._file.bytes_at(info.offset, info.num_bytes)
-        out = np.empty(info.shape, np.float32)
-        dequantise(raw, info.dtype, out.reshape(-1))
+        out = np.empty(info.shape, np.float32) if out is None else out
+        dequantise(raw, info.dtype, flat(out, info.shape))
         del raw
         self._file.release(info.offset, info.num_bytes)
         return out

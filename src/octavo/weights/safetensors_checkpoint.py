@@ -66,8 +66,8 @@ class SafetensorsWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file_of(name).tensors[name].shape
 
-    def load(self, name: str) -> NDArray[np.float32]:
-        return self._file_of(name).load(name)
+    def load(self, name: str, *, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        return self._file_of(name).load(name, out=out)
 
     def check_readable(self, name: str) -> None:
         """Raise ModelLoadError if a tensor is stored in a type that is not read."""
