@@ -40,6 +40,10 @@ class LLM:
         """Longest request in tokens, prompt and output together."""
         return self._engine.max_model_len
 
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Output tokens that model length and KV pool leave to such a prompt; below 1: none."""
+        return self._engine.inputs.limits.max_output_tokens(num_prompt_tokens)
+
     @property
     def load_seconds(self) -> float:
         """How long the model took to load."""
