@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
@@ -59,6 +60,17 @@ def size(text: str) -> int:
     if match[1]:
         return int(match[1])
     return int(float(match[2]) * _UNITS[match[3]])
+
+
+def seconds(text: str) -> float:
+    """A time from 0 up."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, 0 or above")
+    return value
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
