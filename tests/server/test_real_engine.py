@@ -204,7 +204,7 @@ def test_bad_requests_beside_a_stream_leave_it_alone() -> None:
     async def undisturbed(client: Client) -> list[Any]:
         return await client.events([7, 8, 9], max_tokens=150)
 
-    assert token_ids(serve(EngineBed(step_seconds=0.002), talk)) == token_ids(
+    assert token_ids(serve(EngineBed(step_seconds=0.005), talk)) == token_ids(
         serve(EngineBed(), undisturbed)
     )
 
@@ -240,7 +240,7 @@ def test_a_client_that_goes_away_leaves_nothing_but_its_cached_prefix(
         wait_until(lambda: bed.scheduler.stats().steps >= num_steps)
         connection.close()
         wait_until(lambda: is_idle(bed))
-        assert bed.scheduler.stats().steps < 100, "it ran to its end"
+        assert bed.scheduler.stats().steps < 150, "it ran to its end"
         assert bed.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1
         again = httpx.post(
             server.url + COMPLETIONS, json={**body, "max_tokens": 1, "stream": False}
@@ -253,9 +253,9 @@ def test_a_client_that_goes_away_leaves_nothing_but_its_cached_prefix(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_while_waiting_is_not_waited_for(stream: bool) -> None:
     """C64: it leaves the queue; the one that runs has its whole answer."""
-    bed = EngineBed(step_seconds=0.005, scheduling={"max_num_seqs": 1})
+    bed = EngineBed(step_seconds=0.01, scheduling={"max_num_seqs": 1})
     with live(bed) as server:
-        first = server.send({"prompt": [5, 6, 7], "max_tokens": 100})
+        first = server.send({"prompt": [5, 6, 7], "max_tokens": 150})
         wait_until(lambda: bed.scheduler.stats().num_running == 1)
         second = server.send({"prompt": [8, 9], "max_tokens": 100, "stream": stream})
         wait_until(lambda: bed.scheduler.stats().num_waiting == 1)
@@ -263,7 +263,7 @@ def test_a_client_that_goes_away_while_waiting_is_not_waited_for(stream: bool) -
         wait_until(lambda: bed.scheduler.stats().num_waiting == 0)
         assert bed.scheduler.stats().num_running == 1
         answer = strict_json(read_all(first).partition(b"\r\n\r\n")[2])
-        assert answer["usage"]["completion_tokens"] == 100
+        assert answer["usage"]["completion_tokens"] == 150
         wait_until(lambda: is_idle(bed))
         assert bed.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1
     bed.scheduler.audit()
