@@ -79,7 +79,8 @@ class LLM:
 
         `params` is one for all prompts, or one each; by default the model's own, and
         DEFAULT_MAX_TOKENS. All prompts are checked before any runs: RequestError then names what is
-        wrong, and nothing was computed. An answer that a fault ended has finish_reason "error" and says why in `error`.
+        wrong, and nothing was computed. An answer that a fault ended has finish_reason "error",
+        and says why in `error`.
         """
         return self._run(_listed(prompts), params, use_tqdm=use_tqdm)
 
