@@ -121,6 +121,19 @@ class SchedulerConfig:
     skip_limit: int = 0
     """Smaller requests that may be admitted past the next one while it does not fit. 0: none."""
 
+    trust_user_field: bool = False
+    """Under fair_share: believe the user field of a request, and take it for the tenant. Off: all
+    who send the same API key are one tenant."""
+
+    max_num_queued_reqs: int = 4096
+    """Requests that may wait to start; the next one is turned away (503). 0: no limit."""
+
+    max_num_queued_tokens: int = 8_388_608
+    """Prompt tokens that may wait to start. 0: no limit."""
+
+    max_queue_seconds: float | None = None
+    """A request that has not started after so many seconds ends with finish_reason timeout."""
+
     victim_policy: str = "auto"
     """Who yields its blocks when the pool is short: last_arrived, lowest_priority, most_generated
     or fewest_generated. auto: lowest_priority under priority, else last_arrived."""
@@ -139,8 +152,12 @@ class SchedulerConfig:
         for name in ("max_num_scheduled_tokens", "max_model_len"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
-        for name in ("priority_ageing_steps", "overtake_limit", "skip_limit"):
+        names = ("priority_ageing_steps", "overtake_limit", "skip_limit")
+        for name in (*names, "max_num_queued_reqs", "max_num_queued_tokens"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or above")
+        seconds = self.max_queue_seconds
+        in_range = seconds is None or seconds > 0
+        _require(in_range, "max_queue_seconds", seconds, "above 0, or left out")
         orders = ("low_first", "high_first")
         _require(self.priority_order in orders, "priority_order", self.priority_order,
                  f"one of {', '.join(orders)}")  # fmt: skip
@@ -151,6 +168,14 @@ class SchedulerConfig:
         if self.victim_policy != "auto":
             return self.victim_policy
         return "lowest_priority" if self.scheduling_policy == "priority" else "last_arrived"
+
+    @property
+    def token_gap(self) -> str:
+        """The promise about the largest gap between two tokens of one answer, in words."""
+        return (
+            "a running request gets a token in every step unless it is preempted; "
+            f"a step computes at most {self.token_budget} tokens, prompts included"
+        )
 
     @property
     def token_budget(self) -> int:

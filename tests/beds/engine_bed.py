@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ from unittest import mock
 from beds.tape_model import TapeModel
 from beds.tiny_tokenizer import gguf_spec
 from octavo.checkpoint import GenerationDefaults
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM
@@ -33,6 +34,8 @@ class EngineBed:
         block_size: int = 4,
         max_model_len: int = 200,
         eos_token_ids: tuple[int, ...] = (),
+        scheduler: SchedulerConfig | None = None,
+        now: Callable[[], float] = time.monotonic,
         **tape: Any,
     ) -> None:
         config = EngineConfig()
@@ -45,13 +48,13 @@ class EngineBed:
             **tape,
         )
         self.scheduler = Scheduler(
-            config.scheduler,
+            scheduler or config.scheduler,
             type(config.cache)(block_size=block_size),
             num_blocks=num_blocks,
             max_model_len=max_model_len,
         )
         self.metrics = Metrics("tape")
-        self.core = EngineCore(self.scheduler, self.model, self.tokenizer, self.metrics)
+        self.core = EngineCore(self.scheduler, self.model, self.tokenizer, self.metrics, now=now)
         generation = GenerationDefaults(eos_token_ids=eos_token_ids)
         limits = Limits(max_model_len, self.model.vocab_size, self.scheduler.max_output_tokens)
         self.inputs = InputProcessor(self.tokenizer, limits, generation, seed=0)

@@ -54,9 +54,10 @@ def _serve(parser: Parser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="Port to bind. Default: 8000.")
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("OCTAVO_API_KEY"),
+        action="append",
         metavar="KEY",
-        help="Key that clients must send. Default: $OCTAVO_API_KEY, which no process list shows.",
+        help="Key that clients must send; may be given several times, each a tenant of its own. "
+        "Default: $OCTAVO_API_KEY, which no process list shows.",
     )
     parser.add_argument(
         "--served-model-name",

@@ -26,7 +26,7 @@ class Admission:
         scheduler = self._scheduler
         num_running = len(scheduler.running)
         is_open = not draft.preempted and draft.budget and scheduler.batching.may_join(num_running)
-        if is_open and scheduler.waiting:
+        if is_open and scheduler.free_rows and scheduler.waiting:
             scheduler.waiting.refresh(scheduler.kv)
         while scheduler.waiting:
             head = scheduler.waiting.peek()
