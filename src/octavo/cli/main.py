@@ -44,6 +44,8 @@ def build_parser() -> Parser:
     kinds = bench.add_subparsers(title="benchmarks", dest="bench", metavar="BENCHMARK")
     _throughput(kinds.add_parser("throughput", help="run a file of requests, all at once"))
     _models(commands.add_parser("models", help="list known and cached models, or fetch one"))
+    scenario = commands.add_parser("scenario", help="worked examples of scheduling, drawn")
+    _scenario(scenario)
     return parser
 
 
@@ -118,6 +120,13 @@ def _models(parser: Parser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "fetch"), default="list")
     parser.add_argument("name", nargs="?", metavar="NAME", help="Alias or hub id, for fetch.")
     parser.set_defaults(module="models", parser=parser)
+
+
+def _scenario(parser: Parser) -> None:
+    parser.description = "Play a worked example on the real scheduler, without a model; check it."
+    parser.add_argument("action", choices=("list", "run"), help="list them, or run one.")
+    parser.add_argument("name", nargs="?", default="all", metavar="NAME", help="Default: all.")
+    parser.set_defaults(module="scenario", parser=parser)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
