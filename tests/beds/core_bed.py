@@ -82,6 +82,8 @@ class CoreBed:
         decoding = [r for r in decoding if r.num_computed_tokens == r.num_tokens - 1]
         plan = self.scheduler.schedule()
         rows = {entry.row for entry in plan.scheduled}
+        if self.scheduler.config is not self.config:
+            decoding = []  # the budget was changed under way: it may be too small for all
         for request in decoding:  # the promise about the gap between two tokens
             assert request.status is not Status.RUNNING or request.row in rows, "left out"
         self._check(plan)

@@ -17,15 +17,26 @@ from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.build import Engine
 from octavo.engine.engine_core import EngineCore
-from octavo.engine.input_processor import InputProcessor, Limits
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.metrics import Metrics
 from octavo.engine.tokenizer import Tokenizer
+from octavo.messages import SchedulerOutput, StepResult
 from octavo.outputs import StreamEvent
 from octavo.sampling_params import SamplingParams
 
 
+class SlowTape(TapeModel):
+    """A tape whose steps take `seconds`, so that what is to happen meanwhile does."""
+
+    seconds = 0.0
+
+    def submit(self, plan: SchedulerOutput) -> StepResult:
+        time.sleep(self.seconds)
+        return super().submit(plan)
+
+
 class EngineBed:
-    """An engine whose time stands still and whose model is a tape."""
+    """An engine whose model is a tape; its steps take no time, or step_seconds each."""
 
     def __init__(
         self,
@@ -34,21 +45,23 @@ class EngineBed:
         block_size: int = 4,
         max_model_len: int = 200,
         eos_token_ids: tuple[int, ...] = (),
-        scheduler: SchedulerConfig | None = None,
+        scheduling: dict[str, Any] | None = None,
+        step_seconds: float = 0.0,
         now: Callable[[], float] = time.monotonic,
         **tape: Any,
     ) -> None:
-        config = EngineConfig()
+        config = EngineConfig(scheduler=SchedulerConfig(**(scheduling or {})))
         self.tokenizer = Tokenizer(gguf_spec())
-        self.model = TapeModel(
+        self.model = SlowTape(
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
             vocab_size=self.tokenizer.vocab_size,
             **tape,
         )
+        self.model.seconds = step_seconds
         self.scheduler = Scheduler(
-            scheduler or config.scheduler,
+            config.scheduler,
             type(config.cache)(block_size=block_size),
             num_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -56,8 +69,13 @@ class EngineBed:
         self.metrics = Metrics("tape")
         self.core = EngineCore(self.scheduler, self.model, self.tokenizer, self.metrics, now=now)
         generation = GenerationDefaults(eos_token_ids=eos_token_ids)
-        limits = Limits(max_model_len, self.model.vocab_size, self.scheduler.max_output_tokens)
-        self.inputs = InputProcessor(self.tokenizer, limits, generation, seed=0)
+        self.inputs = InputProcessor(
+            self.tokenizer,
+            self.scheduler.limits,
+            generation,
+            vocab_size=self.model.vocab_size,
+            seed=0,
+        )
         self.engine = Engine(
             core=self.core,
             inputs=self.inputs,

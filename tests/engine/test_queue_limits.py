@@ -52,8 +52,8 @@ def test_no_limit_is_a_choice() -> None:
 
 def test_overflow_is_turned_away_at_once_and_what_was_accepted_ends() -> None:
     """C97: 50 requests at once, 4 may wait: most are refused, the others answer in full."""
-    config = SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=4)
-    bed = EngineBed(scheduler=config)
+    config = {"max_num_seqs": 1, "max_num_queued_reqs": 4}
+    bed = EngineBed(scheduling=config)
     hold = threading.Event()
     compute = bed.model.submit
 
@@ -85,7 +85,7 @@ def test_overflow_is_turned_away_at_once_and_what_was_accepted_ends() -> None:
 
 def test_an_aborted_request_leaves_the_queue() -> None:
     """C97: its place is free for the next one."""
-    bed = EngineBed(scheduler=SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=2))
+    bed = EngineBed(scheduling={"max_num_seqs": 1, "max_num_queued_reqs": 2})
 
     async def body(engine: AsyncLLM) -> None:
         for _ in range(20):
@@ -130,8 +130,8 @@ def test_an_answer_ends_at_its_deadline_with_what_it_has() -> None:
 def test_who_waits_for_too_long_is_removed_and_who_runs_is_not() -> None:
     """C97: max_queue_seconds is about the start; preempted requests have started."""
     clock = Clock()
-    config = SchedulerConfig(max_num_seqs=1, max_queue_seconds=3.0)
-    bed = EngineBed(scheduler=config, now=clock)
+    config = {"max_num_seqs": 1, "max_queue_seconds": 3.0}
+    bed = EngineBed(scheduling=config, now=clock)
     running, waiting = bed.add([5, 6, 7], max_tokens=20), bed.add([8, 9], max_tokens=2)
     ends = {}
     for step in range(40):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from octavo.server.app import make_app
 @contextmanager
 def served(settings: SchedulerConfig, **app: Any) -> Iterator[tuple[EngineBed, AppClient]]:
     """A client of an app over EngineBed."""
-    bed = EngineBed(scheduler=settings)
+    bed = EngineBed(scheduling=asdict(settings))
     engine = async_engine(bed)
     engine.config = EngineConfig(scheduler=settings)
     client = AppClient(FakeEngine())
