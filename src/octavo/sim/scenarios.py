@@ -128,13 +128,15 @@ def radix_abc() -> Stage:
 
 def slot_137() -> Stage:
     """R27: a request that holds blocks 5, 8 and 12; where is the K/V of position 25?"""
-    stage = Stage(block_size=16, enable_prefix_caching=False, max_num_batched_tokens=16)
+    stage = Stage(
+        block_size=16, enable_prefix_caching=False, max_num_batched_tokens=16, audit=False
+    )
     pool = stage.scheduler.kv.pool
     request = stage.add("A", 40, 2)
     others = []
     for count in (5, 2, 3):
         others += pool.allocate(count) or []
-        stage.step(audit=False)
+        stage.step()
     stage.say(f"others hold blocks {others}")
     stage.expect("block table of A", request.block_ids, [5, 8, 12])
     virtual, offset = divmod(25, 16)

@@ -23,11 +23,17 @@ SILENT = {Reason.ADMITTED, Reason.RESUMED, Reason.FINISHED, Reason.TOKEN_BUDGET}
 class Stage:
     """Adds requests, steps, and keeps for each step who computed which positions.
 
-    `lines` is the timeline so far; `failures` are expectations that did not come true.
+    `lines` is the timeline so far; `failures` are expectations that did not come true. Without
+    audit after each step it is quicker, and blocks may be held by somebody who is not on stage.
     """
 
     def __init__(
-        self, *, num_blocks: int = 256, max_model_len: int = 100_000, **settings: object
+        self,
+        *,
+        num_blocks: int = 256,
+        max_model_len: int = 100_000,
+        audit: bool = True,
+        **settings: object,
     ) -> None:
         in_cache = {field.name for field in fields(CacheConfig)}
         cache = {name: value for name, value in settings.items() if name in in_cache}
@@ -38,6 +44,7 @@ class Stage:
             num_blocks=num_blocks,
             max_model_len=max_model_len,
         )
+        self.audit = audit
         self.requests: dict[str, Request] = {}
         self.steps: list[dict[str, tuple[int, int]]] = []
         """By step: who computed positions [first, second)."""
@@ -67,9 +74,8 @@ class Stage:
         self.requests[name] = request
         return request
 
-    def step(self, *, audit: bool = True) -> dict[str, tuple[int, int]]:
-        """Plan, pretend to compute, update; who computed what. Without audit: blocks may be held
-        by somebody who is not on this stage."""
+    def step(self) -> dict[str, tuple[int, int]]:
+        """Plan, pretend to compute, update; who computed what."""
         scheduler = self.scheduler
         plan = scheduler.schedule()
         rows = {r.row: r for requests in scheduler.in_flight.values() for r in requests}
@@ -83,7 +89,7 @@ class Stage:
         held = {name: len(self.requests[name].block_ids) for name in part}
         self.steps.append(part)
         scheduler.update_from_output(plan, answer(plan))
-        if audit:
+        if self.audit:
             scheduler.audit()
         self._tell(plan, held)
         return part
