@@ -19,6 +19,7 @@ import uvicorn
 from ..errors import OctavoError
 from .app import App, check_api_key, make_app
 from .engine_protocol import Engine
+from .http_limits import LimitedProtocol
 
 FLUSH_SECONDS = 1.0
 """Time for clients to read the last bytes, after the engine has ended."""
@@ -134,7 +135,7 @@ def make_server(app: App, *, shutdown_timeout: float = 30.0) -> DrainingServer:
     """An HTTP server for the app; `run(sockets=[...])` serves until it is told to end."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=LimitedProtocol,
         loop="uvloop" if sys.platform != "win32" else "asyncio",
         ws="none",
         lifespan="off",
