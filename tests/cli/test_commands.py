@@ -214,7 +214,8 @@ def test_models_says_what_is_known_and_what_is_cached(
 
     fetched: list[str] = []
 
-    def open_checkpoint(name: str) -> SimpleNamespace:
+    def open_checkpoint(name: str, *, verify: bool) -> SimpleNamespace:
+        assert verify
         fetched.append(name)
         return SimpleNamespace(path=Path("cache/x.gguf"))
 
@@ -225,6 +226,10 @@ def test_models_says_what_is_known_and_what_is_cached(
         list_models=lambda: rows,
         open_checkpoint=open_checkpoint,
     )
+    monkeypatch.setenv("OCTAVO_CACHE", str(Path(__file__)))
+    assert main(["models"]) == 1
+    assert f"{__file__} is a file; set OCTAVO_CACHE" in capsys.readouterr().err
+    monkeypatch.setenv("OCTAVO_CACHE", str(Path(__file__).parent))
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert "98 MB" in out

@@ -12,7 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers, or the trailers after a body; one read of the socket may come on top."""
+"""Request line and headers, or the trailers after a body; one read may come on top."""
 
 HEAD_SECONDS = 30.0
 """Time from the first byte of a head (for a new connection: from its start) to the last one."""
