@@ -34,6 +34,8 @@ def bind(host: str, port: int) -> socket.socket:
     It listens at once, so that the port is ours while the model loads; clients that come
     earlier wait.
     """
+    if not host.strip():
+        raise OctavoError("host is empty: give 127.0.0.1, or 0.0.0.0 for every address")
     if not 0 <= port <= 65535:
         raise OctavoError(f"port {port} is no port: choose one from 1 to 65535")
     try:
@@ -198,7 +200,7 @@ def _fail(error: OctavoError) -> int:
 
 def _url(host: str, listener: socket.socket) -> str:
     port = listener.getsockname()[1]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     if ":" in shown and not shown.startswith("["):
         shown = f"[{shown}]"
     return f"http://{shown}:{port}"
