@@ -249,6 +249,10 @@ class EngineConfig:
     seed: int = 0
     """Seed from which requests without one derive theirs, by arrival number."""
 
+    record: str | None = None
+    """Write every input and decision of the scheduler to this file, prompts as token ids, for
+    octavo replay. Default: no recording."""
+
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
@@ -264,6 +268,10 @@ PARTS: dict[str, type] = {
 }
 
 
+TOP = ("model", "seed", "record")
+"""Settings of EngineConfig itself."""
+
+
 def make_config(**settings: object) -> EngineConfig:
     """An EngineConfig from flat keyword arguments, as LLM(...) and the command line take them.
 
@@ -272,7 +280,7 @@ def make_config(**settings: object) -> EngineConfig:
     top: dict[str, object] = {}
     parts: dict[str, dict[str, object]] = {name: {} for name in PARTS}
     for name, value in settings.items():
-        if name in ("model", "seed"):
+        if name in TOP:
             top[name] = value
             continue
         for part, cls in PARTS.items():
@@ -286,7 +294,7 @@ def make_config(**settings: object) -> EngineConfig:
 
 
 def _known() -> str:
-    names = ["model", "seed", *(name for cls in PARTS.values() for name in field_docs(cls))]
+    names = [*TOP, *(name for cls in PARTS.values() for name in field_docs(cls))]
     return ", ".join(names)
 
 

@@ -13,7 +13,7 @@ MAX_FILE = {".py": 500, ".cpp": 600, ".hpp": 600}
 MAX_FUNCTION = 80
 MAX_ATTRIBUTES = 15
 MAX_POSITIONAL = 4
-MAX_ENGINE_ROOMS = 6200
+MAX_ENGINE_ROOMS = 6250
 """Waiting orders, victims, batching modes, queue limits and deadlines took what was left of 6,000:
 one small object each, none of them in schedule()."""
 ENGINE_ROOMS = ("core", "worker", "models", "sampling", "engine")
