@@ -123,6 +123,10 @@ class SamplingParams:
         _check(in_range, "logprobs", self.logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
         in_range = self.timeout is None or (_is_real(self.timeout) and self.timeout > 0)
         _check(in_range, "timeout", self.timeout, "a number of seconds above 0")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _check(
+                isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
+            )
         self._check_lists()
 
     def _normalise(self) -> None:
