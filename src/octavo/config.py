@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 from .errors import ConfigError
 
-_KINDS = {"bool": "true or false", "int": "a whole number", "str": "text"}
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 """What to say of a setting's type, by its annotation; None may be taken beside it."""
 
 
@@ -23,6 +23,8 @@ def _check_types(config: object) -> None:
     for setting in fields(config):
         kind, _, or_none = str(setting.type).partition(" | ")
         value = getattr(config, setting.name)
+        if kind == "float" and type(value) is int:  # 3 seconds are 3.0
+            continue
         if kind in _KINDS and type(value).__name__ != kind and not (or_none and value is None):
             raise ConfigError(setting.name, value, _KINDS[kind])
 
