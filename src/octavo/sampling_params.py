@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from .errors import RequestError
+from .grammar_spec import GrammarSpec
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy (R72)."""
@@ -90,6 +91,9 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these ids may be sampled."""
 
+    grammar: GrammarSpec | None = None
+    """The form that the answer must have: GrammarSpec.json(schema), .regex(...) and so on."""
+
     def __post_init__(self) -> None:
         self._normalise()
         _check(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "a whole number, 1 to 128")
@@ -119,6 +123,8 @@ class SamplingParams:
         )
         _check(in_range, "logprobs", self.logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
         self._check_lists()
+        valid = self.grammar is None or isinstance(self.grammar, GrammarSpec)
+        _check(valid, "grammar", self.grammar, "a GrammarSpec, such as GrammarSpec.json(schema)")
 
     def _normalise(self) -> None:
         """Accept what callers naturally write: a lone stop string, lists, a dict of biases."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest import mock
 
-from beds.tape_model import TapeModel
+from beds.masked_model import MaskedModel
 from beds.tiny_tokenizer import gguf_spec
 from octavo.checkpoint import GenerationDefaults
 from octavo.config import EngineConfig
@@ -16,6 +16,7 @@ from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.build import Engine
 from octavo.engine.engine_core import EngineCore
+from octavo.engine.grammar import Grammars
 from octavo.engine.input_processor import InputProcessor, Limits
 from octavo.engine.metrics import Metrics
 from octavo.engine.tokenizer import Tokenizer
@@ -37,7 +38,9 @@ class EngineBed:
     ) -> None:
         config = EngineConfig()
         self.tokenizer = Tokenizer(gguf_spec())
-        self.model = TapeModel(
+        self.model = MaskedModel(
+            token_bytes=self.tokenizer.token_bytes,
+            eos_token_ids=eos_token_ids,
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -51,7 +54,12 @@ class EngineBed:
             max_model_len=max_model_len,
         )
         self.metrics = Metrics("tape")
-        self.core = EngineCore(self.scheduler, self.model, self.tokenizer, self.metrics)
+        grammars = Grammars(
+            self.tokenizer, vocab_size=self.model.vocab_size, eos_token_ids=eos_token_ids
+        )
+        self.core = EngineCore(
+            self.scheduler, self.model, self.tokenizer, self.metrics, grammars=grammars
+        )
         generation = GenerationDefaults(eos_token_ids=eos_token_ids)
         limits = Limits(max_model_len, self.model.vocab_size, self.scheduler.max_output_tokens)
         self.inputs = InputProcessor(self.tokenizer, limits, generation, seed=0)
@@ -84,6 +92,7 @@ class EngineBed:
             if not self.core.has_unfinished():
                 self.scheduler.audit()
                 assert not self.core.outputs.answers, "an answer outlived its request"
+                assert not self.core.grammars.live, "a matcher outlived its request"
                 return events
             for event in self.core.step():
                 events.setdefault((event.request_id, event.index), []).append(event)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from ..core.scheduler import Scheduler
 from ..errors import EngineDead
-from ..messages import RowFault, SchedulerOutput, StepResult
+from ..messages import RowFault, SchedulerOutput, StepResult, TokenEvent
 from ..outputs import StreamEvent
 from ..request import Request
 from ..worker.executor import Executor
+from .grammar import Grammars
 from .metrics import Metrics
 from .output_processor import OutputProcessor
 from .tokenizer import Tokenizer
@@ -32,13 +33,15 @@ class EngineCore:
         tokenizer: Tokenizer,
         metrics: Metrics,
         *,
+        grammars: Grammars,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.grammars = grammars
         self.metrics = metrics
         self.now = now
-        self.outputs = OutputProcessor(tokenizer, metrics, scheduler.finish, now)
+        self.outputs = OutputProcessor(tokenizer, metrics, self._finish, now)
         self._num_idle_steps = 0
         metrics.watch(scheduler.stats)
 
@@ -47,18 +50,23 @@ class EngineCore:
         added: list[int] = []
         try:
             for request in requests:
-                self.scheduler.add(request)
                 added.append(request.request_id)
+                self.grammars.start(request)
+                self.scheduler.add(request)
         except Exception:
             for request_id in added:
-                self.scheduler.finish(request_id, "abort")
+                self._finish(request_id, "abort")
             raise
         self.outputs.add(requests)
 
     def end(self, request_id: int, reason: str, error: str | None = None) -> StreamEvent | None:
         """End a request from outside and free its blocks; None if it is not running any more."""
-        self.scheduler.finish(request_id, reason)
+        self._finish(request_id, reason)
         return self.outputs.end(request_id, reason, error)
+
+    def _finish(self, request_id: int, reason: str) -> bool:
+        self.grammars.drop(request_id)
+        return self.scheduler.finish(request_id, reason)
 
     def step(self) -> list[StreamEvent]:
         """Schedule, compute, and give each request that moved its event."""
@@ -67,10 +75,22 @@ class EngineCore:
             return self._idle()
         self._num_idle_steps = 0
         self.outputs.started(plan.starts)
+        if self.grammars.live:
+            plan = self.grammars.masked(plan, self.scheduler.requests)
         result = self._compute(plan)
         events = self.scheduler.update_from_output(plan, result)
+        if self.grammars.live:
+            events = [self._constrained(event) for event in events]
         self.metrics.stepped(plan.num_scheduled_tokens, len(result.faults))
         return self.outputs.process(events)
+
+    def _constrained(self, event: TokenEvent) -> TokenEvent:
+        """The event, with the end that its grammar puts there."""
+        taken = self.grammars.advance(event)
+        if taken.finish_reason != event.finish_reason:
+            reason = "error" if taken.error is not None else "stop"
+            self.scheduler.finish(event.request_id, reason)
+        return taken
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do."""

@@ -117,6 +117,8 @@ class LLM:
         """The text (if any) and the checked requests of one prompt."""
         given = _prompt_of(prompt)
         inputs = self._engine.inputs
+        if params.grammar is not None:
+            self._engine.core.grammars.compile(params.grammar)
         requests = inputs.requests(
             inputs.tokenize(given),
             params,

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ..errors import RequestError
 from ..outputs import StreamEvent
 from .answer import Answer, PromptEvent
 from .errors import ApiError, to_api_error
@@ -143,6 +144,8 @@ class ResponseBuilder:
 
     def choice(self, prompt: int, event: StreamEvent) -> dict[str, Any]:
         """The choice of the chunk for one event. Raises ApiError if the event is an error."""
+        if event.refused:
+            raise RequestError(event.error or "the request was refused")
         if event.finish_reason == "error":
             raise ApiError(500, event.error or "The engine ended this answer with an error.")
         index = prompt * self.n + event.index

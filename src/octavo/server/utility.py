@@ -15,8 +15,9 @@ from starlette.responses import HTMLResponse, Response
 from .. import __version__
 from ..errors import RequestError
 from .errors import ApiError
+from .fields import Fields
 from .prompts import parse_messages
-from .protocol import ChatRequest, Fields, template_kwargs
+from .protocol import ChatRequest, template_kwargs
 from .translate import render_chat
 from .wire import JsonResponse, read_json_object
 
