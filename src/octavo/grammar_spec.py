@@ -22,15 +22,22 @@ class GrammarSpec(NamedTuple):
     """Make one by json(), regex(), choice() or lark(). Each raises RequestError."""
 
     kind: str
-    """json, regex or lark."""
+    """json, regex, lark, or either (Lark or GBNF)."""
 
     source: str
     whitespace: str = ""
     """For json: an expression for the white space between its parts; empty: none, compact."""
 
+    thinking: str = ""
+    """What may come before: open (the rest of a reasoning, up to its </think>), may (a whole one,
+    or none) or nothing at all."""
+
     @classmethod
     def json(cls, schema: Mapping[str, Any] | bool, whitespace: str = "") -> GrammarSpec:
-        """JSON that a schema describes; {"type": "object"} is any object."""
+        """JSON that a schema describes; {"type": "object"} is any object.
+
+        A `format` is a form of text: a date may be 29 February in any year.
+        """
         _refuse_extensions(schema, 0)
         given = {} if schema is True else schema
         if not isinstance(given, Mapping):
@@ -55,6 +62,11 @@ class GrammarSpec(NamedTuple):
     @classmethod
     def lark(cls, grammar: str) -> GrammarSpec:
         """A context-free grammar: Lark, or GBNF as llama.cpp writes it."""
+        return _checked(cls("either", grammar))
+
+    @classmethod
+    def exact(cls, grammar: str) -> GrammarSpec:
+        """Lark and nothing else, with llguidance's extensions: for grammars of our own making."""
         return _checked(cls("lark", grammar))
 
 

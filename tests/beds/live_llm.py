@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import httpx
 import openai
 
 from beds.engine_bed import EngineBed, async_engine
 from beds.fake_engine import FakeEngine
-from beds.live_server import LiveServer
-from beds.tiny_tokenizer import EOS, FIRST_BYTE
+from beds.live_server import LiveServer, sse_events
+from beds.tiny_tokenizer import EOS
+from octavo.engine.chat_template import ChatTemplate
 
 
 class LiveBed:
@@ -23,9 +25,37 @@ class LiveBed:
         self.client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
     def say(self, text: str) -> None:
-        """What the model would like to answer, byte by byte, and then to end."""
-        wanted = [*(FIRST_BYTE + byte for byte in text.encode()), EOS]
-        self.bed.model.prefers = lambda output: wanted[len(output) : len(output) + 1]
+        """What the model would like to answer."""
+        self.bed.model.say(text)
+
+    @contextmanager
+    def template(self, source: str) -> Iterator[None]:
+        """Another chat template for a while."""
+        tokenizer = self.bed.tokenizer
+        before = tokenizer.chat_template
+        tokenizer.__dict__["chat_template"] = ChatTemplate(source)
+        try:
+            yield
+        finally:
+            tokenizer.__dict__["chat_template"] = before
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        """The message of a chat, put together if it is streamed."""
+        answer = httpx.post(f"{self.server.url}/v1/chat/completions", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+        if not body.get("stream"):
+            message: dict[str, Any] = answer.json()["choices"][0]["message"]
+            return message
+        joined: dict[str, Any] = {"content": ""}
+        for event in sse_events(answer.text):
+            for name, value in event["choices"][0]["delta"].items():
+                if name == "tool_calls":
+                    calls = joined.setdefault("tool_calls", [{"function": {"arguments": ""}}])
+                    for call in value:
+                        calls[0]["function"]["arguments"] += call["function"]["arguments"]
+                else:
+                    joined[name] = joined.get(name, "") + value
+        return joined
 
 
 @contextmanager

@@ -27,14 +27,30 @@ class MaskedModel(TapeModel):
         **tape: Any,
     ) -> None:
         super().__init__(**tape)
+        self._bytes = [token_bytes(i) for i in range(self.vocab_size)]
+        self._eos = list(eos_token_ids)
         self._closing = np.array(
             [i in eos_token_ids or self._closes(token_bytes(i)) for i in range(self.vocab_size)]
         )
-        self._is_text = np.array([bool(token_bytes(i)) for i in range(self.vocab_size)])
         self.prefers: Callable[[list[int]], list[int]] = lambda output: []
         """From the output so far to the tokens that the model would like, the first that may."""
         self._masks: dict[int, bytes] = {}
         self.num_masks = 0
+
+    def say(self, text: str) -> None:
+        """Prefer this text, in the longest tokens that may be, and then to end."""
+        wanted = text.encode()
+
+        def next_tokens(output: list[int]) -> list[int]:
+            done = b"".join(self._bytes[token_id] for token_id in output)
+            if not wanted.startswith(done):
+                return []
+            rest = wanted[len(done) :]
+            fitting = [i for i, data in enumerate(self._bytes) if data and rest.startswith(data)]
+            fitting.sort(key=lambda i: len(self._bytes[i]), reverse=True)
+            return fitting if rest else self._eos
+
+        self.prefers = next_tokens
 
     @staticmethod
     def _closes(data: bytes) -> bool:

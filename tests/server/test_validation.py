@@ -219,20 +219,6 @@ def test_what_would_change_the_answer_is_refused_until_it_is_built(
 @pytest.mark.parametrize(
     "body",
     [
-        {"tools": [{"type": "function"}]},
-        {"tools": [{"type": "function"}], "tool_choice": "auto"},
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-    ],
-)
-def test_tools_are_refused_until_they_are_built(client: AppClient, body: Any) -> None:
-    """C77's kind: never prose where a call was required."""
-    assert client.chat(**body).status_code == 400
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
         {"tools": [], "tool_choice": "auto"},
         {"tools": [{"type": "function"}], "tool_choice": "none"},
         {"response_format": {"type": "text"}, "parallel_tool_calls": True},

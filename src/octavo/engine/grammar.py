@@ -8,6 +8,7 @@ of the form it was promised in (C71).
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections import OrderedDict
@@ -205,22 +206,41 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
+_THINKING = r"""
+start: {start} @form
+rest[lazy]: /(.|\n)*/ "</think>"
+blank: /[ \n]*/
+"""
+_STARTS = {"open": "rest blank", "may": '(/[ \\n]*/ "<think>" rest blank)?'}
+
+
 def _source_of(spec: GrammarSpec) -> str:
     """The grammar in llguidance's own words. Raises RequestError."""
+    try:
+        form = _form_of(spec)
+        if not spec.thinking:
+            return form
+        is_json = form.startswith("{")
+        grammars = json.loads(form)["grammars"] if is_json else [{"lark_grammar": form}]
+        first = {"lark_grammar": _THINKING.format(start=_STARTS[spec.thinking])}
+        return json.dumps({"grammars": [first, {**grammars[0], "name": "form"}, *grammars[1:]]})
+    except Exception as error:
+        raise RequestError(f"the grammar can't be read: {error}", param="grammar") from error
+
+
+def _form_of(spec: GrammarSpec) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
-    try:
-        if spec.kind == "json":
-            # Never lenient: a keyword that is not built is refused, not ignored.
-            options: JsonCompileOptions = {
-                "lenient": False,
-                "whitespace_flexible": bool(spec.whitespace),
-                "whitespace_pattern": spec.whitespace or None,
-            }
-            return LLMatcher.grammar_from_json_schema(spec.source, overrides=options)
-        if spec.kind == "regex":
-            return LLMatcher.grammar_from_regex(spec.source)
-        return LLMatcher.grammar_from_lark(any_to_lark(spec.source))
-    except Exception as error:
-        raise RequestError(f"the grammar can't be read: {error}", param="grammar") from error
+    if spec.kind == "json":
+        # Never lenient: a keyword that is not built is refused, not ignored.
+        options: JsonCompileOptions = {
+            "lenient": False,
+            "whitespace_flexible": bool(spec.whitespace),
+            "whitespace_pattern": spec.whitespace or None,
+        }
+        return LLMatcher.grammar_from_json_schema(spec.source, overrides=options)
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.source)
+    is_lark = spec.kind == "lark"
+    return LLMatcher.grammar_from_lark(spec.source if is_lark else any_to_lark(spec.source))

@@ -12,10 +12,10 @@ logger = logging.getLogger("octavo.server")
 
 HARMLESS_FIELDS = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_interval"),
+        *("user", "metadata", "store", "service_tier", "stream_interval"),
         *("kv_transfer_params", "vllm_xargs", "request_id", "session_id", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention", "prediction", "verbosity"),
-        *("reasoning_effort", "include_reasoning", "spaces_between_special_tokens"),
+        *("reasoning_effort", "spaces_between_special_tokens"),
         *("length_penalty", "early_stopping", "mm_processor_kwargs"),
     }
 )

@@ -12,9 +12,10 @@ from typing import Any
 
 from ..errors import RequestError
 from ..sampling_params import MAX_LOGPROBS
-from .fields import Fields, asks_for_nothing, not_yet
+from .fields import Fields, not_yet
 from .prompts import parse_messages, parse_prompt
 from .structured import parse_structured
+from .tools import Tools, parse_tools
 
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -64,6 +65,8 @@ class ChatRequest(GenerateRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: Tools | None = None
+    include_reasoning: bool = True
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
@@ -105,7 +108,11 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     if isinstance(limit, int) and limit < 1:
         raise RequestError(f"{name} is {limit!r}, but must be 1 or above", param=name)
     _chat_logprobs(fields, sampling)
-    _refuse_tools(fields)
+    tools = parse_tools(fields)
+    if tools is not None:
+        if "grammar" in sampling:
+            raise RequestError("tools together with another form are not supported", param="tools")
+        sampling["grammar"] = tools.grammar()
     for name in ("add_special_tokens", "echo"):
         if fields.flag(name):
             raise not_yet(name)
@@ -120,6 +127,8 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
         add_generation_prompt=generation_prompt,
         continue_final_message=continues,
         template_kwargs=template_kwargs(fields.mapping("chat_template_kwargs")),
+        tools=tools,
+        include_reasoning=fields.flag("include_reasoning", default=True),
     )
     fields.log_unknown()
     return request
@@ -225,12 +234,3 @@ def _chat_logprobs(fields: Fields, sampling: dict[str, Any]) -> None:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     if wanted:
         sampling["logprobs"] = top or 0
-
-
-def _refuse_tools(fields: Fields) -> None:
-    """Tools that may not be called anyway (tool_choice none) change nothing."""
-    tools, choice = fields.take("tools"), fields.take("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise not_yet("tool_choice")
-    if not asks_for_nothing(tools) and choice != "none":
-        raise not_yet("tools")
