@@ -8,9 +8,22 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from .errors import ConfigError
+
+_KINDS = {"bool": "true or false", "int": "a whole number", "str": "text"}
+"""What to say of a setting's type, by its annotation; None may be taken beside it."""
+
+
+def _check_types(config: object) -> None:
+    """Raise ConfigError for the first setting that is not of its type: "8" is not 8, true not 1."""
+    assert is_dataclass(config)
+    for setting in fields(config):
+        kind, _, or_none = str(setting.type).partition(" | ")
+        value = getattr(config, setting.name)
+        if kind in _KINDS and type(value).__name__ != kind and not (or_none and value is None):
+            raise ConfigError(setting.name, value, _KINDS[kind])
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -39,6 +52,7 @@ class CacheConfig:
     """Element type of cached K and V: auto (that of the backend), bfloat16 or float32."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(
             self.block_size >= 1 and not self.block_size & (self.block_size - 1),
             "block_size",
@@ -104,6 +118,7 @@ class SchedulerConfig:
     """When requests join and leave the batch: continuous (in any step)."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("max_num_scheduled_tokens", "max_model_len"):
@@ -138,6 +153,7 @@ class BackendConfig:
     """Quantise the weights at load. No method is available yet: leave unset."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(self.backend in ("cpu", "reference"), "backend", self.backend, "cpu or reference")
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
         dtypes = ("auto", "bfloat16", "float32")
@@ -169,6 +185,9 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
+
+    def __post_init__(self) -> None:
+        _check_types(self)
 
 
 PARTS: dict[str, type] = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +73,30 @@ def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
 
 
+def test_an_open_stream_loses_nothing_to_other_calls(llm: LLM) -> None:
+    """They are refused until it ends, instead of stepping its request and losing its events."""
+    stream = llm.stream("abc", GREEDY)
+    events = [next(stream)]
+    with pytest.raises(RequestError, match="still open"):
+        llm.generate("abc", GREEDY)
+    with pytest.raises(RequestError, match="still open"):
+        next(llm.stream("abc", GREEDY))
+    events += stream
+    (whole,) = llm.generate("abc", GREEDY)
+    assert "".join(event.text for event in events) == whole.outputs[0].text
+
+
+def test_the_models_own_sampling_defaults_are_used(tmp_path: Path) -> None:
+    """generation_config.json is JSON: its top_k may come as 50 or 50.0; the count is whole."""
+    folder = write_tiny_hf(tmp_path / "tiny")
+    sampling = {"temperature": 0.6, "top_p": 0.9, "top_k": 50.0}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **sampling}))
+    llm = LLM(str(folder), max_model_len=64, num_kv_blocks=16)
+    assert llm.default_params() == SamplingParams(temperature=0.6, top_p=0.9, top_k=50)
+    assert llm.generate("abc")[0].outputs[0].finish_reason in ("stop", "length")
+    llm.close()
+
+
 def test_one_bad_prompt_is_refused_before_any_runs(llm: LLM) -> None:
     """Nothing is computed, nothing is left over."""
     steps = llm.stats().steps
@@ -108,6 +134,16 @@ def test_unknown_and_impossible_settings_are_refused(model: str) -> None:
         LLM(model=model, max_num_seq=3)
     with pytest.raises(ConfigError, match=r"block_size.*power of two"):
         LLM(model=model, block_size=12)
+    for name, value in (
+        ("block_size", "16"),
+        ("max_num_seqs", 2.5),
+        ("seed", "7"),
+        ("threads", True),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} is .*a whole number"):
+            LLM(model=model, **{name: value})
+    with pytest.raises(ConfigError, match=r"enable_prefix_caching is 'no'.*true or false"):
+        LLM(model=model, enable_prefix_caching="no")
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(model=model, max_model_len=10**6)
     with pytest.raises(ModelLoadError, match="no-such"):

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..checkpoint import GenerationDefaults
@@ -30,6 +31,9 @@ from .metrics import Metrics
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
+
+IDLE_AUDIT_SECONDS = 1.0
+"""Without work for so long, the engine recounts its blocks once, then sleeps."""
 
 Command = Callable[[], list[StreamEvent]]
 
@@ -98,9 +102,10 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._streams: dict[int, AnswerStream] = {}
         """By request id; owned by the engine thread."""
-        self._num_open: dict[int, int] = {}
+        self._open: dict[int, set[int]] = {}
+        """Indexes of each of them that have not ended."""
         self._compiling: dict[int, Pending] = {}
-        """By request id; owned by the engine thread."""
+        """Those of them whose grammar is being compiled."""
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="octavo-grammar")
         self._accepting = True
         self._dead: str | None = None
@@ -152,27 +157,26 @@ class AsyncLLM:
         inputs = self._engine.inputs
         token_ids = inputs.tokenize(prompt)
         with self._lock:
-            request_id = self._next_request_id
-            self._next_request_id += params.n
-        requests = inputs.requests(
-            token_ids,
-            params,
-            request_id=request_id,
-            arrival_time=self._engine.core.now(),
-            priority=priority,
-            cache_scope=cache_scope,
-        )
-        stream = AnswerStream(self, requests)
-        with self._lock:
-            # Under the lock, so that no request slips in behind the engine's last look.
+            # Under the lock, so that requests arrive in the order of their numbers, and none slips
+            # in behind the engine's last look. One that is refused here takes no number.
             self._check_alive()
+            requests = inputs.requests(
+                token_ids,
+                params,
+                request_id=self._next_request_id,
+                arrival_time=self._engine.core.now(),
+                priority=priority,
+                cache_scope=cache_scope,
+            )
+            stream = AnswerStream(self, requests)
+            self._next_request_id += params.n
             grammar = params.grammar
             if grammar is None or self._engine.core.grammars.is_compiled(grammar):
                 self._commands.put(lambda: self._add(stream, requests))
             else:
                 compiled = self._compilers.submit(self._engine.core.grammars.compile, grammar)
                 self._commands.put(lambda: self._hold(stream, requests, compiled))
-                stream.loop.call_later(COMPILE_SECONDS, self._give_up, stream.request_id)
+                stream.loop.call_later(COMPILE_SECONDS, self._expire, stream.request_id)
         return stream
 
     def abort(self, request_ids: list[int]) -> None:
@@ -193,7 +197,7 @@ class AsyncLLM:
         self._compilers.shutdown(cancel_futures=True)
         self._engine.core.executor.close()
 
-    def _give_up(self, request_id: int) -> None:
+    def _expire(self, request_id: int) -> None:
         message = f"the grammar is too complex: it took longer than {COMPILE_SECONDS:g} s"
         self._commands.put(lambda: self._refuse(request_id, message))
 
@@ -216,10 +220,11 @@ class AsyncLLM:
             message = f"the engine stopped on an internal error ({type(fault).__name__})"
             with self._lock:
                 self._dead = message
-            self._deliver(self._end_all(message))
             while not self._commands.empty():
                 if (command := self._commands.get()) is not None:
-                    self._deliver(command())
+                    with suppress(Exception):  # an add ends its stream; the rest has no meaning now
+                        self._deliver(command())
+            self._deliver(self._give_up(message))
 
     def _loop(self) -> None:
         """Take commands, step, deliver; return once told to stop and nothing is left."""
@@ -228,7 +233,7 @@ class AsyncLLM:
         while not stopping or core.has_unfinished() or self._compiling:
             wait = not core.has_unfinished()
             while wait or not self._commands.empty():
-                command = self._commands.get()
+                command = self._next_command() if wait else self._commands.get()
                 wait = False
                 if command is None:
                     stopping = True
@@ -236,9 +241,18 @@ class AsyncLLM:
                     self._deliver(command())
             self._deliver(core.step())
 
+    def _next_command(self) -> Command | None:
+        """Sleep until there is one. Raises AssertionError if the idle scheduler does not add up:
+        then answers could be wrong, and the engine rather stops."""
+        try:
+            return self._commands.get(timeout=IDLE_AUDIT_SECONDS)
+        except queue.Empty:
+            self._engine.core.scheduler.audit()
+            return self._commands.get()
+
     def _add(self, stream: AnswerStream, requests: list[Request]) -> list[StreamEvent]:
         self._streams[stream.request_id] = stream
-        self._num_open[stream.request_id] = len(requests)
+        self._open[stream.request_id] = set(range(len(requests)))
         try:
             self._check_crash()
             self._engine.core.add(requests)
@@ -255,7 +269,7 @@ class AsyncLLM:
         """Keep a request until its grammar is compiled; others go on meanwhile."""
         request_id = stream.request_id
         self._streams[request_id] = stream
-        self._num_open[request_id] = len(requests)
+        self._open[request_id] = set(range(len(requests)))
         self._compiling[request_id] = Pending(stream, requests, compiled)
         if self._dead is not None:
             return self._drop(request_id, "error", self._dead)
@@ -292,7 +306,7 @@ class AsyncLLM:
         ]
 
     def _abort(self, request_ids: list[int]) -> list[StreamEvent]:
-        events = self._drop(request_ids[0], "abort")
+        events = [event for i in request_ids for event in self._drop(i, "abort")]
         ended = (self._engine.core.end(request_id, "abort") for request_id in request_ids)
         return events + [event for event in ended if event is not None]
 
@@ -302,6 +316,15 @@ class AsyncLLM:
         events = [core.end(number, "error", message) for number in list(core.outputs.answers)]
         return dropped + [event for event in events if event is not None]
 
+    def _give_up(self, message: str) -> list[StreamEvent]:
+        """The last events after a crash. Nothing of the core is asked: what broke may break again,
+        and events of the step that broke were lost on their way."""
+        return [
+            StreamEvent(request_id, index, "", (), (), "error", None, message)
+            for request_id, indexes in self._open.items()
+            for index in sorted(indexes)
+        ]
+
     def _deliver(self, events: list[StreamEvent]) -> None:
         """Hand events to the loops of their streams: one wake-up per loop, not one per token."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[AnswerStream, StreamEvent]]] = {}
@@ -309,9 +332,9 @@ class AsyncLLM:
             stream = self._streams[event.request_id]
             by_loop.setdefault(stream.loop, []).append((stream, event))
             if event.finish_reason is not None:
-                self._num_open[event.request_id] -= 1
-                if not self._num_open[event.request_id]:
-                    del self._streams[event.request_id], self._num_open[event.request_id]
+                self._open[event.request_id].discard(event.index)
+                if not self._open[event.request_id]:
+                    del self._streams[event.request_id], self._open[event.request_id]
         for loop, deliveries in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put_all, deliveries)

@@ -14,7 +14,7 @@ from ..weights.sources import open_checkpoint
 from ..worker.load import load_executor
 from .engine_core import EngineCore
 from .grammar import Grammars
-from .input_processor import InputProcessor, Limits
+from .input_processor import InputProcessor
 from .metrics import Metrics
 from .tokenizer import Tokenizer
 
@@ -56,8 +56,13 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     eos_token_ids = checkpoint.generation.eos_token_ids
     grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
-    limits = Limits(executor.max_model_len, executor.vocab_size, scheduler.max_output_tokens)
-    inputs = InputProcessor(tokenizer, limits, checkpoint.generation, seed=config.seed)
+    inputs = InputProcessor(
+        tokenizer,
+        scheduler.limits,
+        checkpoint.generation,
+        vocab_size=executor.vocab_size,
+        seed=config.seed,
+    )
     for name, value in executor.describe().items():
         logger.info("%s: %s", name, value)
     return Engine(

@@ -40,6 +40,10 @@ class LLM:
         """Longest request in tokens, prompt and output together."""
         return self._engine.max_model_len
 
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Output tokens that model length and KV pool leave to such a prompt; below 1: none."""
+        return self._engine.inputs.limits.max_output_tokens(num_prompt_tokens)
+
     @property
     def load_seconds(self) -> float:
         """How long the model took to load."""
@@ -87,7 +91,11 @@ class LLM:
         return self._run(prompts, self._params_for(len(prompts), params), use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Continue one prompt, piece by piece; leaving the loop early aborts the request."""
+        """Continue one prompt, piece by piece; leaving the loop early aborts the request.
+
+        Raises RequestError while another stream of this LLM is open, and so do the other calls.
+        """
+        self._check_free()
         _, requests = self._prepare(prompt, params or self.default_params())
         core = self._engine.core
         core.add(requests)
@@ -101,6 +109,13 @@ class LLM:
     def close(self) -> None:
         """Give back the model's memory and threads."""
         self._engine.core.executor.close()
+
+    def _check_free(self) -> None:
+        """One caller at a time: another's steps would swallow the events of an open stream."""
+        if self._engine.core.has_unfinished():
+            raise RequestError(
+                "a stream of this LLM is still open: read it to its end or close() it first"
+            )
 
     def _params_for(
         self, number: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -131,6 +146,7 @@ class LLM:
     def _run(
         self, prompts: Sequence[Prompt], params: list[SamplingParams], *, use_tqdm: bool
     ) -> list[RequestOutput]:
+        self._check_free()
         prepared = [self._prepare(p, s) for p, s in zip(prompts, params, strict=True)]
         outputs: dict[int, RequestOutput] = {}
         for text, requests in prepared:
