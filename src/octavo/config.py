@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import textwrap
 from dataclasses import dataclass, field, fields, is_dataclass
 
@@ -205,6 +206,8 @@ def make_config(**settings: object) -> EngineConfig:
     top: dict[str, object] = {}
     parts: dict[str, dict[str, object]] = {name: {} for name in PARTS}
     for name, value in settings.items():
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
         if name in ("model", "seed"):
             top[name] = value
             continue
