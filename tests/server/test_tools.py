@@ -42,7 +42,7 @@ def call_text(name: str, arguments: Any) -> str:
     return f"{OPEN}{HEAD}{name}{MIDDLE}{json.dumps(arguments, ensure_ascii=False)}{TAIL}"
 
 
-NASTY = {"city": 'a </tool_call> "b" \\ {[ 😀 漢字', "at": {"x": 1, "deep": [{"y": [2, {}]}]}}
+NASTY = {"city": 'a </tool_call> "b" \\ } " {[ 😀 漢字', "at": {"x": 1, "deep": [{"y": [2, {}]}]}}
 TWO_CALLS = f"Let me see.\n{call_text('get_weather', NASTY)}\n{call_text('get_time', {'a': []})}"
 
 

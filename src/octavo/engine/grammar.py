@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -163,7 +164,11 @@ class Grammars:
         """The tokens as bytes; control tokens never match text, and those past the end nothing."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        return LLTokenizer(TokenizerWrapper(_Vocabulary(self)), eos_token=self.eos_ids())
+        # Each half holds Python's lock for about 80 ms; streams that run may go on in between.
+        wrapper = TokenizerWrapper(_Vocabulary(self))
+        bare = LLTokenizer(wrapper, eos_token=self.eos_ids(), slices=[])
+        time.sleep(0.01)
+        return bare.with_slices(LLTokenizer.general_slices())
 
     def eos_ids(self) -> list[int]:
         """What ends an answer; a model without such a token gets one that it can't produce."""
