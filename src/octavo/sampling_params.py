@@ -91,6 +91,9 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these ids may be sampled."""
 
+    timeout: float | None = None
+    """Seconds from arrival after which the answer ends as it is, with finish_reason timeout."""
+
     grammar: GrammarSpec | None = None
     """The form that the answer must have: GrammarSpec.json(schema), .regex(...) and so on."""
 
@@ -126,6 +129,8 @@ class SamplingParams:
             _check(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
             )
+        in_range = self.timeout is None or (_is_real(self.timeout) and self.timeout > 0)
+        _check(in_range, "timeout", self.timeout, "a number of seconds above 0")
         self._check_lists()
         valid = self.grammar is None or isinstance(self.grammar, GrammarSpec)
         _check(valid, "grammar", self.grammar, "a GrammarSpec, such as GrammarSpec.json(schema)")

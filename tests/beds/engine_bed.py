@@ -48,6 +48,7 @@ class EngineBed:
         eos_token_ids: tuple[int, ...] = (),
         scheduling: dict[str, Any] | None = None,
         step_seconds: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
         **tape: Any,
     ) -> None:
         config = EngineConfig(scheduler=SchedulerConfig(**(scheduling or {})))
@@ -73,7 +74,7 @@ class EngineBed:
             self.tokenizer, vocab_size=self.model.vocab_size, eos_token_ids=eos_token_ids
         )
         self.core = EngineCore(
-            self.scheduler, self.model, self.tokenizer, self.metrics, grammars=grammars
+            self.scheduler, self.model, self.tokenizer, self.metrics, grammars=grammars, now=now
         )
         generation = GenerationDefaults(eos_token_ids=eos_token_ids)
         self.inputs = InputProcessor(

@@ -146,12 +146,13 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_scope: str = "",
+        tenant: str = "",
     ) -> AnswerStream:
         """Queue one prompt, from a coroutine; its n answers come interleaved in one stream.
 
         A grammar is compiled by another thread; if it is bad, the answers end with finish_reason
-        "error" and `refused`. Raises RequestError for what can never run, EngineDead after a
-        shutdown or a crash.
+        "error" and `refused`. Raises RequestError for what can never run, QueueFull where too much
+        waits already, and EngineDead after a shutdown or a crash.
         """
         self._check_alive()
         inputs = self._engine.inputs
@@ -167,8 +168,10 @@ class AsyncLLM:
                 arrival_time=self._engine.core.now(),
                 priority=priority,
                 cache_scope=cache_scope,
+                tenant=tenant,
             )
             stream = AnswerStream(self, requests)
+            self._engine.core.queue.enter(requests)
             self._next_request_id += params.n
             grammar = params.grammar
             if grammar is None or self._engine.core.grammars.is_compiled(grammar):
@@ -257,6 +260,8 @@ class AsyncLLM:
             self._check_crash()
             self._engine.core.add(requests)
         except Exception as fault:
+            for request in requests:
+                self._engine.core.queue.leave(request.request_id)
             return [
                 StreamEvent(stream.request_id, index, "", (), (), "error", None, str(fault))
                 for index in range(len(requests))
@@ -300,6 +305,8 @@ class AsyncLLM:
         if pending is None:
             return []
         pending.compiled.cancel()
+        for request in pending.requests:
+            self._engine.core.queue.leave(request.request_id)
         return [
             StreamEvent(request_id, i, "", (), finish_reason=reason, error=message, refused=refused)
             for i in range(len(pending.requests))

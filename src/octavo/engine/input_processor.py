@@ -70,6 +70,7 @@ class InputProcessor:
         arrival_time: float,
         priority: int = 0,
         cache_scope: str = "",
+        tenant: str = "",
     ) -> list[Request]:
         """One Request for each of params.n answers, numbered from `request_id`.
 
@@ -97,6 +98,7 @@ class InputProcessor:
                 priority=priority,
                 arrival_time=arrival_time,
                 cache_scope=cache_scope,
+                tenant=tenant,
             )
             for index in range(params.n)
         ]

@@ -12,7 +12,7 @@ logger = logging.getLogger("octavo.server")
 
 HARMLESS_FIELDS = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "stream_interval"),
+        *("metadata", "store", "service_tier", "stream_interval"),
         *("kv_transfer_params", "vllm_xargs", "request_id", "session_id", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention", "prediction", "verbosity"),
         *("reasoning_effort", "spaces_between_special_tokens"),

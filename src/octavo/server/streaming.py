@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from ..errors import RequestError
 from ..outputs import StreamEvent
 from .answer import Answer, PromptEvent
-from .errors import ApiError, to_api_error
+from .errors import ApiError, to_api_error, unavailable
 from .logprobs import chat_logprobs, completion_logprobs
 from .parts import AnswerForm, AnswerParser, Parts
 from .protocol import GenerateRequest
@@ -179,6 +179,8 @@ class ResponseBuilder:
             raise RequestError(event.error or "the request was refused")
         if event.finish_reason == "error":
             raise ApiError(500, event.error or "The engine ended this answer with an error.")
+        if event.finish_reason == "timeout" and not any(state.started for state in self.states):
+            raise unavailable("The request timed out before it could start.")
         index = prompt * self.n + event.index
         state = self.states[index]
         first = not state.started
