@@ -434,3 +434,4 @@ def test_a_request_can_end_while_its_grammar_compiles(how: str) -> None:
     wanted = {"abort": ("abort", False), "shutdown": ("error", False)}
     assert (event.finish_reason, event.refused) == wanted.get(how, ("error", True))
     assert not engine.core.grammars.live
+    assert not engine.core.queue._num_tokens, "it leaves the queue that it entered"
