@@ -45,6 +45,8 @@ class StreamEvent:
     num_generated_tokens: int = 0
     """Tokens generated so far for this index, those not shown (a stop id) included."""
     num_cached_tokens: int = 0
+    refused: bool = False
+    """With an error: the request itself was at fault, and never ran."""
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from ..trace.record import RecordingScheduler
 from ..weights.sources import open_checkpoint, repairable
 from ..worker.load import load_executor
 from .engine_core import EngineCore
+from .grammar import Grammars
 from .input_processor import InputProcessor
 from .metrics import Metrics
 from .tokenizer import Tokenizer
@@ -66,7 +67,9 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         tokenizer = building.result()
     scheduler = make_scheduler(config, executor.num_kv_blocks, executor.max_model_len)
     metrics = Metrics(checkpoint.name)
-    core = EngineCore(scheduler, executor, tokenizer, metrics)
+    eos_token_ids = checkpoint.generation.eos_token_ids
+    grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
+    core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
     inputs = InputProcessor(
         tokenizer,
         scheduler.limits,

@@ -59,6 +59,10 @@ class ModelRunner:
         batch = self.input_batch.build(plan)
         logits = self.forward(batch, self.kv_cache, self.arena)
         rows = [s.row for s in plan.scheduled if s.samples]
+        for row, mask in plan.masks:
+            state = self.row_states[row]
+            if not isinstance(state, RowFault):
+                state.mask = mask
         sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
         return StepResult(plan.step, sampled, faults)
 
