@@ -350,8 +350,8 @@ public:
     void replay(const Program& program, i64 num_tokens, i64 num_samples,
                 const std::vector<Index>& inputs, KVCache& cache, const Memory& memory) const {
         require_cache(cache, 0);
-        Program::Step step{num_tokens, num_samples, {}, reinterpret_cast<char*>(memory.data()),
-                           cache.pool};
+        Program::Step step{
+            num_tokens, num_samples, {}, reinterpret_cast<char*>(memory.data()), cache.pool};
         require(static_cast<i64>(memory.size()) >= program.layout(num_tokens, num_samples).back(),
                 "memory is too small for the step");
         for (const Index& each : inputs) {
@@ -383,8 +383,13 @@ private:
 View view(i64 buffer, i64 offset_bytes, const std::vector<i64>& shape,
           const std::vector<i64>& strides, bool is_bf16) {
     const bool flat = shape.size() == 2;
-    return {buffer,     offset_bytes, flat ? 1 : shape[1],     shape.back(),
-            strides[0], strides[1],   is_bf16 ? DType::bf16 : DType::f32};
+    return {buffer,
+            offset_bytes,
+            flat ? 1 : shape[1],
+            shape.back(),
+            strides[0],
+            strides[1],
+            is_bf16 ? DType::bf16 : DType::f32};
 }
 
 // A call as the recorder in kernels/cpu/capture.py describes it; it has run once with the same
