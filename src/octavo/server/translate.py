@@ -65,7 +65,7 @@ async def chat_jobs(request: ChatRequest, engine: Engine) -> list[Job]:
     _check_room(len(kept), params.max_tokens, engine.max_model_len, "messages")
     form = _form_of(request, token_ids, engine)
     if form is not None and form.thinking and params.grammar is not None:
-        held = params.grammar._replace(thinking=form.thinking)
+        held = dataclasses.replace(params.grammar, thinking=form.thinking)
         params = dataclasses.replace(params, grammar=held)
     return [Job(kept, params, num_truncated=len(token_ids) - len(kept), form=form)]
 
