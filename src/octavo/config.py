@@ -56,7 +56,8 @@ class CacheConfig:
     tokens per request at its start: a baseline to measure against; without prefix caching)."""
 
     kv_cache_dtype: str = "auto"
-    """Element type of cached K and V: auto (that of the backend), bfloat16 or float32."""
+    """Element type of cached K and V: auto (that of the backend), bfloat16, float32, or int8 with
+    one scale per token and head (half of bfloat16's memory; answers differ a little)."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -93,7 +94,7 @@ class CacheConfig:
             self.enable_prefix_caching,
             "off with kv_reservation contiguous: reserved blocks can't be shared",
         )
-        dtypes = ("auto", "bfloat16", "float32")
+        dtypes = ("auto", "bfloat16", "float32", "int8")
         _require(
             self.kv_cache_dtype in dtypes,
             "kv_cache_dtype",
@@ -218,6 +219,14 @@ class BackendConfig:
 
     dtype: str = "auto"
     """Number format of weights and activations: auto, bfloat16 or float32."""
+
+    enforce_eager: bool = False
+    """Compute each step by the model's Python instead of replaying it as captured at load (the
+    answers are the same; replaying is quicker)."""
+
+    prune_last_layer: bool = True
+    """Compute no more than K and V of the last layer for prompt tokens whose logits nobody reads
+    (the answers are the same; a prompt takes about one layer less)."""
 
     quantization: str | None = None
     """Quantise the weights at load. No method is available yet: leave unset."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+SHUTTING_DOWN = "the server is shutting down"
+"""The error of an answer that a shutdown cut: no fault, and worth another try elsewhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:

@@ -20,7 +20,7 @@ from typing import Any
 from ..checkpoint import GenerationDefaults
 from ..config import make_config
 from ..errors import EngineDead
-from ..outputs import StreamEvent
+from ..outputs import SHUTTING_DOWN, StreamEvent
 from ..request import Request
 from ..sampling_params import SamplingParams
 from .build import Engine, build_engine
@@ -107,6 +107,10 @@ class AsyncLLM:
         """Longest request in tokens, prompt and output together."""
         return self._engine.max_model_len
 
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Output tokens that model length and KV pool leave to such a prompt; below 1: none."""
+        return self._engine.inputs.limits.max_output_tokens(num_prompt_tokens)
+
     @property
     def tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
@@ -181,7 +185,7 @@ class AsyncLLM:
         self._commands.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._commands.put(lambda: self._end_all("the server is shutting down"))
+            self._commands.put(lambda: self._end_all(SHUTTING_DOWN))
             self._thread.join()
         self._engine.core.executor.close()
 

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint import GenerationDefaults
+from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig
 from ..core.scheduler import Scheduler
+<<<<<<< HEAD
 from ..errors import ConfigError
 from ..trace.record import RecordingScheduler
 from ..weights.sources import open_checkpoint
+=======
+from ..errors import ModelLoadError
+from ..weights.sources import open_checkpoint, repairable
+>>>>>>> main
 from ..worker.load import load_executor
 from .engine_core import EngineCore
 from .input_processor import InputProcessor
@@ -59,8 +64,9 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     """
     start = time.monotonic()
     checkpoint = open_checkpoint(config.model, progress=progress)
-    with ThreadPoolExecutor(1) as pool:  # reading weights mostly waits for memory, not for us
-        building = pool.submit(Tokenizer, checkpoint.tokenizer)
+    # Reading weights mostly waits for memory, not for us.
+    with repairable(config.model), ThreadPoolExecutor(1) as pool:
+        building = pool.submit(_build_tokenizer, checkpoint)
         executor = load_executor(config, checkpoint)
         tokenizer = building.result()
     scheduler = make_scheduler(config, executor.num_kv_blocks, executor.max_model_len)
@@ -86,3 +92,10 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         max_model_len=executor.max_model_len,
         load_seconds=time.monotonic() - start,
     )
+
+
+def _build_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    try:
+        return Tokenizer(checkpoint.tokenizer)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{checkpoint.path}: {error}") from error

@@ -12,6 +12,8 @@ from ..errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 PROTOCOL_WORDS = frozenset(
     ("system", "developer", "user", "assistant", "tool", "function", "ipython", "text")
 )
@@ -33,9 +35,9 @@ def _normalise(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RequestError(f"{where} must be an object with role and content", param="messages")
     role = message.get("role")
-    if not isinstance(role, str) or not role:
-        wanted = "must name its role: system, user, assistant or tool"
-        raise RequestError(f"{where} {wanted}", param="messages")
+    if role not in ROLES:
+        text = f"{where}.role is {str(role)[:64]!r}, but must be one of {', '.join(ROLES)}"
+        raise RequestError(text, param="messages")
     result = {key: value for key, value in message.items() if value is not None}
     if not result.get("tool_calls", True):
         del result["tool_calls"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..outputs import StreamEvent
 from .answer import Answer, PromptEvent
-from .errors import ApiError, to_api_error, unavailable
+from .errors import ended_by, to_api_error, unavailable
 from .logprobs import chat_logprobs, completion_logprobs
 from .protocol import GenerateRequest
 from .translate import Job
@@ -144,7 +145,7 @@ class ResponseBuilder:
     def choice(self, prompt: int, event: StreamEvent) -> dict[str, Any]:
         """The choice of the chunk for one event. Raises ApiError if the event is an error."""
         if event.finish_reason == "error":
-            raise ApiError(500, event.error or "The engine ended this answer with an error.")
+            raise ended_by(event.error)
         if event.finish_reason == "timeout" and not any(state.started for state in self.states):
             raise unavailable("The request timed out before it could start.")
         index = prompt * self.n + event.index
@@ -244,6 +245,8 @@ async def _chunks(
     yield first
     try:
         async for prompt, event in events:
+            if event.finish_reason == "error" and event.text:  # held back until now
+                yield writer.chunk(prompt, replace(event, finish_reason=None))
             yield writer.chunk(prompt, event)
         end = writer.end()
     except Exception as error:

@@ -97,7 +97,7 @@ async def completion_jobs(request: CompletionRequest, engine: Engine) -> list[Jo
         kept = truncate(token_ids, request, limit, 1 if default_max_tokens else params.max_tokens)
         if default_max_tokens:
             _check_room(len(kept), None, limit, "prompt")
-            room = min(COMPLETION_MAX_TOKENS, limit - len(kept))
+            room = max(1, min(COMPLETION_MAX_TOKENS, engine.max_output_tokens(len(kept))))
             own = params if room == COMPLETION_MAX_TOKENS else _shorter(params, room)
         else:
             _check_room(len(kept), params.max_tokens, limit, "prompt")
