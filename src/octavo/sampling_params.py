@@ -121,20 +121,12 @@ class SamplingParams:
             _is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS
         )
         _check(in_range, "logprobs", self.logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
-<<<<<<< HEAD
         in_range = self.timeout is None or (_is_real(self.timeout) and self.timeout > 0)
         _check(in_range, "timeout", self.timeout, "a number of seconds above 0")
-=======
->>>>>>> main
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             _check(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
             )
-<<<<<<< HEAD
-=======
-        in_range = self.timeout is None or (_is_real(self.timeout) and self.timeout > 0)
-        _check(in_range, "timeout", self.timeout, "a number of seconds above 0")
->>>>>>> main
         self._check_lists()
 
     def _normalise(self) -> None:

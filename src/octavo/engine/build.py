@@ -12,14 +12,9 @@ from pathlib import Path
 from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig
 from ..core.scheduler import Scheduler
-<<<<<<< HEAD
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelLoadError
 from ..trace.record import RecordingScheduler
-from ..weights.sources import open_checkpoint
-=======
-from ..errors import ModelLoadError
 from ..weights.sources import open_checkpoint, repairable
->>>>>>> main
 from ..worker.load import load_executor
 from .engine_core import EngineCore
 from .input_processor import InputProcessor
