@@ -36,6 +36,11 @@ params_strategy = st.builds(
     stop_token_ids=st.lists(token_ids, max_size=2),
     min_tokens=st.integers(0, 2),
     logprobs=maybe(st.integers(0, 20), None),
+    logprobs_mode=st.sampled_from(["raw", "processed"]),
+    logprob_token_ids=maybe(st.lists(token_ids, max_size=3), ()),
+    bad_words_token_ids=maybe(
+        st.lists(st.lists(token_ids, min_size=1, max_size=3).map(tuple), max_size=3), ()
+    ),
 )
 row_strategy = st.fixed_dictionaries(
     {
@@ -79,8 +84,8 @@ def bits_of(result: SampledToken | RowFault) -> str:
         return repr(result)
     if result.logprobs is None:
         return f"{result.row} {result.token_id}"
-    logprob, rank, top = result.logprobs
-    alternatives = [(i, x.hex()) for i, x in top]
+    logprob, rank, top, named = result.logprobs
+    alternatives = [(i, x.hex()) for i, x in (*top, *named)]
     return f"{result.row} {result.token_id} {logprob.hex()} {rank} {alternatives}"
 
 

@@ -45,6 +45,19 @@ class Scratch(NamedTuple):
     activation: Array  # [T, I]
 
 
+class Head(NamedTuple):
+    """Memory of the LM head for some rows."""
+
+    residual: Array  # [S, H] float32
+    delta: Array  # [S, H] float32
+    hidden: Array  # [S, H]: normalised
+    logits: Array  # [S, V] float32
+
+
+EXTRA_ROWS = 64
+"""Rows of ForwardBatch.extra that go through the LM head together."""
+
+
 class LlamaForCausalLM:
     """One model in memory. Stateless between steps: all that lasts is in the KV cache."""
 
@@ -81,7 +94,7 @@ class LlamaForCausalLM:
             self._attention(layer, index, batch=batch, kv_cache=kv_cache, scratch=scratch)
             self._norm_into_hidden(scratch, layer.post_attention_norm, first=False)
             self._mlp(layer, scratch)
-        return self._logits(batch.logits_indices, scratch, arena)
+        return self._logits(batch, scratch, arena)
 
     def _norm_into_hidden(self, scratch: Scratch, weight: Array, *, first: bool) -> None:
         """residual += delta, hidden = norm(residual); at the very first there is no delta."""
@@ -131,21 +144,39 @@ class LlamaForCausalLM:
         kernels.silu_and_mul(scratch.gate_up, scratch.activation)  # [T, I]
         kernels.linear(scratch.activation, layer.down_proj, scratch.delta)
 
-    def _logits(self, indices: Array, scratch: Scratch, arena: Arena) -> Array:
+    def _logits(self, batch: ForwardBatch, scratch: Scratch, arena: Arena) -> Array:
         """Gather first, then the last add and norm, then the LM head: S rows instead of T (R61)."""
-        kernels, config = self.kernels, self.config
+        extra = batch.extra
+        if extra is not None:
+            head = self._head(min(len(extra.indices), EXTRA_ROWS), arena)
+            for first in range(0, len(extra.indices), EXTRA_ROWS):
+                indices = extra.indices[first : first + EXTRA_ROWS]
+                extra.take(first, self._project(indices, scratch, head))
+        head = self._head(len(batch.logits_indices), arena)
+        return self._project(batch.logits_indices, scratch, head)
+
+    def _head(self, num_rows: int, arena: Arena) -> Head:
+        hidden = (num_rows, self.config.hidden_size)
+        return Head(
+            residual=arena.empty(hidden, np.float32),
+            delta=arena.empty(hidden, np.float32),
+            hidden=arena.empty(hidden, self.kernels.dtype),
+            logits=arena.empty((num_rows, self.config.vocab_size), np.float32),
+        )
+
+    def _project(self, indices: Array, scratch: Scratch, memory: Head) -> Array:
+        """Logits of rows `indices` of the last layer's output, in the first rows of `memory`."""
         num_rows = len(indices)
-        logits = arena.empty((num_rows, config.vocab_size), np.float32)
-        if num_rows == 0:
-            return logits
-        shape = (num_rows, config.hidden_size)
-        residual, delta = arena.empty(shape, np.float32), arena.empty(shape, np.float32)
-        hidden = arena.empty(shape, kernels.dtype)
-        kernels.gather_rows(scratch.residual, indices, residual)
-        kernels.gather_rows(scratch.delta, indices, delta)
-        kernels.fused_add_rms_norm(delta, residual, self.norm, config.rms_norm_eps, hidden)
-        kernels.linear(hidden, self.lm_head, logits)
-        return logits
+        head = Head(*(array[:num_rows] for array in memory))
+        if num_rows:
+            kernels = self.kernels
+            kernels.gather_rows(scratch.residual, indices, head.residual)
+            kernels.gather_rows(scratch.delta, indices, head.delta)
+            kernels.fused_add_rms_norm(
+                head.delta, head.residual, self.norm, self.config.rms_norm_eps, head.hidden
+            )
+            kernels.linear(head.hidden, self.lm_head, head.logits)
+        return head.logits
 
     def _scratch(self, num_tokens: int, arena: Arena) -> Scratch:
         config, dtype = self.config, self.kernels.dtype

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..kernels.api import Array
-from ..messages import RowFault, SampledToken
+from ..messages import RowFault, SampledToken, TokenLogprobs
 from .constraints import apply_constraints
-from .logprobs import RawLogprobs
+from .logprobs import RowLogprobs
 from .noise import exponential, hash_tokens, random_bits, token_counters
 from .penalties import apply_penalties
 from .state import RowState
@@ -23,7 +23,7 @@ _SLACK = 1 + 2.0**-12
 """Covers what float32 rounds away in _draw_from_all's first look (below 2**-17)."""
 
 
-class _NothingToSample(Exception):
+class _NothingToSample(ValueError):
     """No token of the row is possible; the text is for the user."""
 
 
@@ -31,9 +31,10 @@ class Sampler:
     """Turns logits into tokens, in this order (R69-R84):
 
     0. NaN logits become impossible; a row with no finite or +inf logit left is a fault (C37)
-    1. raw logprobs snapshot, for rows that ask (R67)
-    2. allow-list, block-list (end-of-sequence and stop ids before min_tokens), logit_bias,
-       penalties (R69-R71)
+    1. raw logprobs snapshot, for rows that ask (R67); those that ask for processed ones get
+       them of what step 3 (greedy) or step 7 leaves (C28)
+    2. allow-list, block-list (end-of-sequence and stop ids before min_tokens, then bad words),
+       logit_bias, penalties (R69-R71)
     3. greedy rows take the argmax here and skip the rest (R72, R73)
     4. temperature (R74, R75)
     5. min_p (R76-R78)
@@ -81,29 +82,47 @@ class Sampler:
         """Steps 0 to 9 on one row, logits [V]."""
         params = state.params
         best = _possible_argmax(logits)
-        raw: RawLogprobs | None = None
-        if params.logprobs is not None:
-            scratch = self._scratch.view(np.float64)
-            raw = RawLogprobs(logits, params.logprobs, scratch=scratch)
+        raw: RowLogprobs | None = None
+        processed = params.logprobs is not None and params.logprobs_mode == "processed"
+        if params.logprobs is not None and not processed:
+            raw = self._logprobs(logits.copy())
         constrained = apply_constraints(logits, state)
         penalised = apply_penalties(logits, state)
         if constrained or penalised:
             best = int(logits.argmax())
             if logits[best] == -np.inf:
                 raise _NothingToSample(
-                    "no token is left to sample: allowed_token_ids, min_tokens, stop ids and "
-                    "logit_bias together bar them all"
+                    "no token is left to sample: allowed_token_ids, min_tokens, stop ids, "
+                    "bad_words and logit_bias together bar them all"
                 )
-        token_id = best if params.greedy else self._draw(logits, best, state)
-        return SampledToken(state.row, token_id, raw.of(token_id) if raw else None)
+        token_id, ids = (best, None) if params.greedy else self._draw(logits, best, state)
+        if processed:
+            raw = self._logprobs(logits if params.greedy else _only(self._scaled, ids))
+        if raw is None:
+            return SampledToken(state.row, token_id)
+        named = params.logprob_token_ids
+        return SampledToken(state.row, token_id, raw.of(token_id, params.logprobs or 0, named))
 
-    def _draw(self, logits: Array, best: int, state: RowState) -> int:
-        """Steps 4 to 8. `best` is the argmax of logits."""
+    def score(self, logits: Array, token_id: int, num_top: int) -> TokenLogprobs:
+        """Raw log probability of a prompt token after logits [V], which may be overwritten.
+
+        Raises ValueError if they are no numbers.
+        """
+        with np.errstate(all="ignore"):
+            _possible_argmax(logits)
+            return self._logprobs(logits).of(token_id, num_top)
+
+    def _logprobs(self, logits: Array) -> RowLogprobs:
+        return RowLogprobs(logits, scratch=self._scratch.view(np.float64))
+
+    def _draw(self, logits: Array, best: int, state: RowState) -> tuple[int, Array | None]:
+        """Steps 4 to 8, and the ids that truncation left. `best` is the argmax of logits."""
         scaled = self._scale(logits, best, state.params.temperature)
         ids = truncate(scaled, state.params)
         if ids is None:
-            return self._draw_from_all(scaled, best, state)
-        return _argmax_of_ratio(scaled, ids, random_bits(state.seed, state.position, ids))
+            return self._draw_from_all(scaled, best, state), None
+        bits = random_bits(state.seed, state.position, ids)
+        return _argmax_of_ratio(scaled, ids, bits), ids
 
     def _scale(self, logits: Array, best: int, temperature: float) -> Array:
         """scaled[V] = (logits - max) / temperature: never above 0, so it can't overflow.
@@ -154,6 +173,15 @@ def _possible_argmax(logits: Array) -> int:
     if logits[best] == -np.inf:
         raise _NothingToSample("the model's logits are all NaN or -inf at this position")
     return best
+
+
+def _only(scaled: Array, ids: Array | None) -> Array:
+    """scaled [V] with all but `ids` impossible; None for everything."""
+    if ids is None:
+        return scaled
+    kept = np.full_like(scaled, -np.inf)
+    kept[ids] = scaled[ids]
+    return kept
 
 
 def _argmax_of_ratio(scaled: Array, ids: Array, bits: Array) -> int:

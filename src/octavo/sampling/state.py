@@ -9,6 +9,7 @@ import numpy as np
 from ..kernels.api import Array
 from ..messages import NewRequest
 from ..sampling_params import SamplingParams
+from .bad_words import BadWords
 
 _MAX_TOKEN_ID = 2**31
 """No vocabulary reaches this far; larger ids are dropped before they overflow an index."""
@@ -62,6 +63,7 @@ class RowState:
 
     __slots__ = (
         "allowed_ids",
+        "bad_words",
         "bias_ids",
         "bias_values",
         "ending_ids",
@@ -88,6 +90,10 @@ class RowState:
         self.allowed_ids: Array | None = None
         if params.allowed_token_ids is not None:
             self.allowed_ids = token_array(params.allowed_token_ids)
+        self.bad_words: BadWords | None = None
+        if params.bad_words_token_ids:
+            output = start.token_ids[start.num_prompt_tokens :]
+            self.bad_words = BadWords(params.bad_words_token_ids, output)
         bias: dict[int, float] = {}
         for token_id, value in params.logit_bias:
             if token_id < _MAX_TOKEN_ID:
@@ -111,6 +117,8 @@ class RowState:
     def append(self, token_id: int) -> None:
         """Take note of a token that became part of the output (R84)."""
         self.num_tokens += 1
+        if self.bad_words is not None:
+            self.bad_words.append(token_id)
         if self.seen_counts is not None:
             self.seen_counts.add(token_id)
         if self.output_counts is not None:
