@@ -196,6 +196,5 @@ def test_a_prompt_token_is_scored_as_a_sampled_one_is() -> None:
     logits = (np.random.default_rng(6).standard_normal(4100) * 3).astype(np.float32)
     sampled = logprobs_of(logits, SamplingParams(temperature=0, logprobs=5))
     best = sampled.top[0][0]
-    assert Sampler(4100).score(logits.copy(), best, 5) == sampled
-    with pytest.raises(ValueError, match="all NaN"):
-        Sampler(4).score(np.full(4, math.nan, np.float32), 0, 1)
+    assert Sampler(4100).score(logits[None].copy(), [best], [5]) == [sampled]
+    assert Sampler(4).score(np.full((1, 4), math.nan, np.float32), [0], [1]) == [None]

@@ -72,6 +72,7 @@ class ReferenceKernels:
 
     name = "reference"
     dtype = np.dtype(np.float32)
+    sampling = None
 
     def describe(self) -> dict[str, str]:
         """For the start-up report."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,7 +23,7 @@ _SLACK = 1 + 2.0**-12
 """Covers what float32 rounds away in _draw_from_all's first look (below 2**-17)."""
 
 
-class _NothingToSample(ValueError):
+class _NothingToSample(Exception):
     """No token of the row is possible; the text is for the user."""
 
 
@@ -64,53 +64,55 @@ class Sampler:
         assert logits.shape == (len(rows), self.vocab_size), "one row of logits for each state"
         assert logits.dtype == np.float32, "logits are float32"
         assert logits.flags.c_contiguous, "rows are contiguous"
-        results: list[SampledToken | RowFault] = []
         # -inf is a value here (a barred token), and so are the operations on it.
         with np.errstate(all="ignore"):
-            for row_logits, state in zip(logits, rows, strict=True):
-                try:
-                    results.append(self._sample_row(row_logits, state))
-                except _NothingToSample as error:
-                    results.append(RowFault(state.row, str(error)))
-                except Exception as error:  # whatever it is, the other rows go on
-                    logger.exception("sampling failed for request %d", state.request_id)
-                    message = f"sampling failed: {type(error).__name__}: {error}"
-                    results.append(RowFault(state.row, message))
-        return results
+            return [
+                guarded(self._sample_row, row_logits, state)
+                for row_logits, state in zip(logits, rows, strict=True)
+            ]
 
     def _sample_row(self, logits: Array, state: RowState) -> SampledToken:
         """Steps 0 to 9 on one row, logits [V]."""
+        _possible_argmax(logits)
         params = state.params
-        best = _possible_argmax(logits)
         raw: RowLogprobs | None = None
-        processed = params.logprobs is not None and params.logprobs_mode == "processed"
-        if params.logprobs is not None and not processed:
-            raw = self._logprobs(logits.copy())
-        constrained = apply_constraints(logits, state)
-        penalised = apply_penalties(logits, state)
-        if constrained or penalised:
-            best = int(logits.argmax())
-            if logits[best] == -np.inf:
-                raise _NothingToSample(
-                    "no token is left to sample: allowed_token_ids, min_tokens, stop ids, "
-                    "bad_words and logit_bias together bar them all"
-                )
+        if params.logprobs is not None and params.logprobs_mode == "raw":
+            raw = self._logprobs(logits.copy() if state.changes_logits else logits)
+        apply_constraints(logits, state)
+        apply_penalties(logits, state)
+        return self._choose(logits, state, raw)
+
+    def _choose(self, logits: Array, state: RowState, logprobs: RowLogprobs | None) -> SampledToken:
+        """Steps 3 to 9 on one row, logits [V], whose raw logprobs were taken if they are wanted."""
+        params = state.params
+        best = int(logits.argmax())
+        if logits[best] == -np.inf:
+            raise _NothingToSample(
+                "no token is left to sample: allowed_token_ids, min_tokens, stop ids, "
+                "bad_words and logit_bias together bar them all"
+            )
         token_id, ids = (best, None) if params.greedy else self._draw(logits, best, state)
-        if processed:
-            raw = self._logprobs(logits if params.greedy else _only(self._scaled, ids))
-        if raw is None:
+        if params.logprobs is None:
             return SampledToken(state.row, token_id)
-        named = params.logprob_token_ids
-        return SampledToken(state.row, token_id, raw.of(token_id, params.logprobs or 0, named))
+        if logprobs is None:
+            logprobs = self._logprobs(logits if params.greedy else _only(self._scaled, ids))
+        found = logprobs.of(token_id, params.logprobs, params.logprob_token_ids)
+        return SampledToken(state.row, token_id, found)
 
-    def score(self, logits: Array, token_id: int, num_top: int) -> TokenLogprobs:
-        """Raw log probability of a prompt token after logits [V], which may be overwritten.
-
-        Raises ValueError if they are no numbers.
-        """
+    def score(
+        self, logits: Array, token_ids: Sequence[int], num_tops: Sequence[int]
+    ) -> list[TokenLogprobs | None]:
+        """Raw log probabilities of prompt tokens [n] after logits [n, V], which may be
+        overwritten; None where the logits are no numbers."""
+        found: list[TokenLogprobs | None] = []
         with np.errstate(all="ignore"):
-            _possible_argmax(logits)
-            return self._logprobs(logits).of(token_id, num_top)
+            for row_logits, token_id, num_top in zip(logits, token_ids, num_tops, strict=True):
+                try:
+                    _possible_argmax(row_logits)
+                    found.append(self._logprobs(row_logits).of(token_id, num_top))
+                except _NothingToSample:
+                    found.append(None)
+        return found
 
     def _logprobs(self, logits: Array) -> RowLogprobs:
         return RowLogprobs(logits, scratch=self._scratch.view(np.float64))
@@ -159,6 +161,19 @@ class Sampler:
         np.copyto(bits32, bits, casting="same_kind")
         ids = np.flatnonzero(bits32 <= limits)
         return _argmax_of_ratio(scaled, ids, bits[ids])
+
+
+def guarded(
+    sample: Callable[[Array, RowState], SampledToken], logits: Array, state: RowState
+) -> SampledToken | RowFault:
+    """sample(logits [V], state); whatever goes wrong, the other rows go on (C106)."""
+    try:
+        return sample(logits, state)
+    except _NothingToSample as error:
+        return RowFault(state.row, str(error))
+    except Exception as error:
+        logger.exception("sampling failed for request %d", state.request_id)
+        return RowFault(state.row, f"sampling failed: {type(error).__name__}: {error}")
 
 
 def _possible_argmax(logits: Array) -> int:

@@ -125,6 +125,18 @@ class RowState:
             self.output_counts.add(token_id)
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether constraints or penalties apply to the next token."""
+        return (
+            self.allowed_ids is not None
+            or self.bad_words is not None
+            or self.seen_counts is not None
+            or self.output_counts is not None
+            or bool(self.bias_ids.size)
+            or bool(self.ending_ids.size and self.num_output_tokens < self.params.min_tokens)
+        )
+
+    @property
     def position(self) -> int:
         """Index in the sequence of the token to be sampled next."""
         return self.num_tokens

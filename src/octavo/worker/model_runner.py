@@ -30,9 +30,11 @@ class Sampler(Protocol):
         that fails for whatever reason is a RowFault, never an exception."""
         ...
 
-    def score(self, logits: Array, token_id: int, num_top: int) -> TokenLogprobs:
-        """Raw log probability of a prompt token after logits [V], which may be overwritten.
-        Raises ValueError if they are no numbers."""
+    def score(
+        self, logits: Array, token_ids: Sequence[int], num_tops: Sequence[int]
+    ) -> list[TokenLogprobs | None]:
+        """Raw log probabilities of prompt tokens [n] after logits [n, V], which may be
+        overwritten; None where the logits are no numbers."""
         ...
 
 

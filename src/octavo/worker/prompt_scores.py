@@ -6,7 +6,7 @@ last come from its positions 0 to the last but one, in whichever steps those are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from ..kernels.api import Array
 from ..messages import NewRequest, PromptLogprobs, RowFault, SchedulerOutput, TokenLogprobs
 from ..models.batch import ExtraRows, ForwardBatch
 
-Score = Callable[[Array, int, int], TokenLogprobs]
-"""(logits [V], token id, number of alternatives) -> log probability; as Sampler.score."""
+Score = Callable[[Array, Sequence[int], Sequence[int]], list[TokenLogprobs | None]]
+"""(logits [n, V], token ids, numbers of alternatives) -> log probabilities; as Sampler.score."""
 
 
 class PromptScores:
@@ -75,16 +75,18 @@ class StepScores:
         return ExtraRows(np.array([index for index, *_ in self._rows], np.int32), self._take)
 
     def _take(self, first: int, logits: Array) -> None:
-        for row_logits, wanted in zip(logits, self._rows[first : first + len(logits)], strict=True):
-            _, row, token_id, num_top = wanted
-            if row in self._faults:
-                continue
-            try:
-                score = self._score(row_logits, token_id, num_top)
-            except Exception as error:  # whatever it is, the other rows go on
-                self._faults[row] = RowFault(row, f"scoring the prompt failed: {error}")
-                continue
-            self._scores.setdefault(row, []).append(score)
+        _, rows, token_ids, num_tops = zip(*self._rows[first : first + len(logits)], strict=True)
+        scores: list[TokenLogprobs | None] = [None] * len(rows)
+        text = "the model's logits are all NaN or -inf in the prompt"
+        try:
+            scores = self._score(logits, token_ids, num_tops)
+        except Exception as error:  # whatever it is, other requests go on
+            text = f"scoring the prompt failed: {type(error).__name__}: {error}"
+        for row, score in zip(rows, scores, strict=True):
+            if score is None:
+                self._faults[row] = RowFault(row, text)
+            else:
+                self._scores.setdefault(row, []).append(score)
 
     def results(self) -> tuple[tuple[PromptLogprobs, ...], tuple[RowFault, ...]]:
         """Scores by row, and the rows that failed."""

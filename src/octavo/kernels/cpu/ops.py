@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from ...errors import ConfigError
-from ..api import Arena, Array, KVCache, Linear
+from ..api import Arena, Array, KVCache, Linear, SamplingKernels
 from ..arena import NumpyArena
 from . import _native
 
@@ -40,6 +40,7 @@ class CpuKernels:
         self.isa = level
         self.dtype: Any = dtype
         self._ops = _native.Ops(level, dtype == FLOAT32)
+        self.sampling: SamplingKernels | None = self._ops
 
     def describe(self) -> dict[str, str]:
         """What runs, for the start-up report."""
