@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python benchmarks/sampling.py [--vocab 49152] [--rows 64]
 
-The two take turns, so that a busy machine slows both. Logits are normal with the given spread, so `wide` is a worse case than a real model's text.
+The two take turns, so that a busy machine slows both. Logits are normal with the given spread, so
+`wide` is a worse case than a real model's text.
 """
 
 from __future__ import annotations

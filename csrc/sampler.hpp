@@ -55,13 +55,35 @@ inline double exp_double(double x) {
     return out;
 }
 
-// exp(scaled) in multiples of 2^-40, rounded to nearest even; 0 far below.
-inline std::int64_t fixed_weight(float scaled) {
-    const double x = scaled < -40.0f ? -40.0 : static_cast<double>(scaled);
+// exp(x), -40 <= x <= 0, in multiples of 2^-40, rounded to nearest even.
+inline std::int64_t fixed_exp(double x) {
     const double shifted = exp_double(x) * 1099511627776.0 + 4503599627370496.0;
     std::int64_t bits;
     std::memcpy(&bits, &shifted, 8);
     return bits & ((std::int64_t{1} << 52) - 1);
+}
+
+inline double at_least_minus_40(float x) { return static_cast<double>(x < -40.0f ? -40.0f : x); }
+
+// The weight of a token: exp(scaled) in multiples of 2^-40; 0 far below.
+inline std::int64_t fixed_weight(float scaled) { return fixed_exp(at_least_minus_40(scaled)); }
+
+inline double weight_below(float logit, float highest) {
+    const double x = static_cast<double>(logit) - static_cast<double>(highest);
+    const double weight = exp_double(x < -700.0 ? -700.0 : x);
+    return x < -700.0 ? 0.0 : weight;
+}
+
+// Sum of exp(logit - highest): eight chains in a fixed order, whatever the vectors are.
+inline double sum_exp(const float* logits, i64 size, float highest) {
+    double sums[8] = {};
+    i64 begin = 0;
+    for (; begin + 8 <= size; begin += 8) {
+        for (i64 i = 0; i < 8; ++i) sums[i] += weight_below(logits[begin + i], highest);
+    }
+    for (i64 i = 0; begin + i < size; ++i) sums[i] += weight_below(logits[begin + i], highest);
+    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) +
+           ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
 inline std::uint64_t mix64(std::uint64_t z) {
@@ -233,7 +255,8 @@ public:
         const i64 size = row.size();
         candidates_ =
             static_cast<Candidate*>(scratch(Scratch::items, size * (i64{sizeof(Candidate)} + 8)));
-        maxima_ = reinterpret_cast<std::int32_t*>(candidates_ + size);
+        weights_ = reinterpret_cast<std::int64_t*>(candidates_ + size);
+        maxima_ = reinterpret_cast<std::int32_t*>(weights_);  // never both in one draw
     }
 
     i64 token() {
@@ -283,28 +306,78 @@ private:
         return kept;
     }
 
-    i64 cut_whole_row() {
-        const float* logits = row_.logits();
+    // Weights of scaled logits [begin, begin + count) that min_p leaves; 0 for the others.
+    std::int64_t weigh(i64 begin, i64 count, float* shifted, std::int64_t* weights) const {
+        const float* logits = row_.logits() + begin;
+        const auto floor = static_cast<double>(floor_);
+        for (i64 i = 0; i < count; ++i) shifted[i] = scaled(logits[i]);
         std::int64_t total = 0;
-        for (i64 i = 0; i < row_.size(); ++i) {
-            const float x = scaled(logits[i]);
-            const std::int64_t weight = fixed_weight(x);
-            total += x >= floor_ ? weight : 0;
+        double clamped[kSpan];  // a loop of its own: else the compiler splits the next by cases
+        for (i64 i = 0; i < count; ++i) clamped[i] = at_least_minus_40(shifted[i]);
+        for (i64 i = 0; i < count; ++i) weights[i] = fixed_exp(clamped[i]);
+        for (i64 i = 0; i < count; ++i) {
+            weights[i] = static_cast<double>(shifted[i]) >= floor ? weights[i] : 0;
+        }
+        for (i64 i = 0; i < count; ++i) total += weights[i];
+        return total;
+    }
+
+    // Top-p without sorting: the value t down to which the weights reach the limit is found by
+    // bisection among the tokens that may matter. All above t stay; of those at t, by id, as many
+    // as the limit still wants.
+    i64 cut_whole_row() {
+        alignas(64) float shifted[kSpan];
+        alignas(64) std::int64_t weights[kSpan];
+        std::int64_t total = 0;
+        for (i64 begin = 0; begin < row_.size(); begin += kSpan) {
+            total += weigh(begin, min64(kSpan, row_.size() - begin), shifted, weights);
         }
         const std::int64_t limit = limit_of(total);
-        // Look at ever more of the best, until they are enough.
-        for (i64 num = 64;; num *= 8) {
-            const bool all = num > row_.size() / kSpan;
-            const float least = all ? -__builtin_inff() : row_.floor_of(num, maxima_);
-            const i64 count = row_.collect(least, candidates_, scaled);
-            i64 inside = 0;
-            for (i64 i = 0; i < count; ++i) {
-                if (candidates_[i].value >= floor_) candidates_[inside++] = candidates_[i];
+        i64 count = 0;
+        for (float least = -4.0f;; least = least < -8.0f ? -__builtin_inff() : 2.0f * least) {
+            std::int64_t reached = 0;
+            count = 0;
+            for (i64 begin = 0; begin < row_.size(); begin += kSpan) {
+                const i64 size = min64(kSpan, row_.size() - begin);
+                int any = 0;
+                for (i64 i = 0; i < size; ++i) {
+                    shifted[i] = scaled(row_.logits()[begin + i]);
+                    any |= shifted[i] >= least;
+                }
+                if (!any) continue;
+                for (i64 i = 0; i < size; ++i) {
+                    if (!(shifted[i] >= least && shifted[i] >= floor_)) continue;
+                    candidates_[count] =
+                        Candidate{shifted[i], static_cast<std::int32_t>(begin + i)};
+                    weights_[count] = fixed_weight(shifted[i]);
+                    reached += weights_[count++];
+                }
             }
-            if (!all && sum(inside) < limit) continue;
-            sort_best_first(candidates_, inside);
-            return cut(inside, limit);
+            if (reached >= limit) break;
         }
+        return keep(count, limit);
+    }
+
+    i64 keep(i64 count, std::int64_t limit) {
+        i64 low = key_of(-__builtin_inff()), high = 1;  // keys: the sum at `low` reaches the limit
+        while (high - low > 1) {
+            const i64 middle = low + (high - low) / 2;
+            const float value = value_of(static_cast<std::int32_t>(middle));
+            std::int64_t sum = 0;
+            for (i64 i = 0; i < count; ++i) sum += candidates_[i].value >= value ? weights_[i] : 0;
+            (sum >= limit ? low : high) = middle;
+        }
+        const float value = value_of(static_cast<std::int32_t>(low));
+        std::int64_t before = 0;
+        for (i64 i = 0; i < count; ++i) before += candidates_[i].value > value ? weights_[i] : 0;
+        i64 kept = 0;
+        for (i64 i = 0; i < count; ++i) {
+            const bool at = candidates_[i].value == value;
+            if (candidates_[i].value < value || (at && before >= limit)) continue;
+            before += at ? weights_[i] : 0;
+            candidates_[kept++] = candidates_[i];
+        }
+        return kept;
     }
 
     // A token whose u is above its weight over the best ratio so far can't win, as q > u.
@@ -320,7 +393,12 @@ private:
         for (i64 i = 0; i < count; ++i) {
             const Candidate& one = candidates_[i];
             if (one.id == best_of_all_) continue;
-            consider(one.id, one.value, token_bits(key_, static_cast<std::uint64_t>(one.id)));
+            const std::uint32_t bits = token_bits(key_, static_cast<std::uint64_t>(one.id));
+            // The weight in 2^-40, rounded up, against u * best_ratio in the same unit.
+            const double least = static_cast<double>(bits) * best_ratio_ * 256.0;
+            if (least <= static_cast<double>(fixed_weight(one.value) + 1)) {
+                consider(one.id, one.value, bits);
+            }
         }
     }
 
@@ -361,6 +439,7 @@ private:
     double top_p_;
     std::uint64_t key_;
     Candidate* candidates_;
+    std::int64_t* weights_;
     std::int32_t* maxima_;
     i64 best_id_ = 0, best_of_all_ = 0;
     double best_ratio_ = 0.0;
@@ -386,17 +465,7 @@ inline void logprobs(const LogprobArgs& args) {
         const float highest = row.highest();
         args.ranks[index] = 0;
         if (highest == -__builtin_inff() || highest == __builtin_inff()) return;
-        double sums[8] = {};
-        for (i64 begin = 0; begin < row.size(); begin += 8) {
-            const i64 count = min64(8, row.size() - begin);
-            for (i64 i = 0; i < count; ++i) {
-                const double x = static_cast<double>(logits[begin + i]) - highest;
-                const double weight = exp_double(x < -700.0 ? -700.0 : x);
-                sums[i] += x < -700.0 ? 0.0 : weight;
-            }
-        }
-        const double sum = ((sums[0] + sums[4]) + (sums[1] + sums[5])) +
-                           ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+        const double sum = sum_exp(logits, row.size(), highest);
         args.log_sum_exps[index] = static_cast<double>(highest) + ::log(sum);
         const i64 token = args.token_ids[index];
         const float value = logits[token];

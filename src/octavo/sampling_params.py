@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
+MAX_PROCESSORS = 8
 MAX_BAD_WORD_TOKENS = 64
 
 
@@ -119,6 +120,10 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of ids that may not be completed in the output."""
 
+    logits_processors: tuple[tuple[str, tuple[tuple[str, object], ...]], ...] = ()
+    """Plug-ins by name, with their settings: {"dry": {"multiplier": 0.8}}. Built in: dry, xtc and
+    typical. See octavo.sampling.processors."""
+
     def __post_init__(self) -> None:
         self._normalise()
         _check(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "a whole number, 1 to 128")
@@ -160,6 +165,13 @@ class SamplingParams:
             object.__setattr__(self, "stop", ())
         if self.logprob_token_ids and self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
+        processors = self.logits_processors or ()
+        if isinstance(processors, dict):
+            processors = tuple((name, settings or {}) for name, settings in processors.items())
+            valid = all(isinstance(settings, dict) for _, settings in processors)
+            _check(valid, "logits_processors", self.logits_processors, "names with their settings")
+            processors = tuple((name, tuple(each.items())) for name, each in processors)
+        object.__setattr__(self, "logits_processors", processors)
         if isinstance(self.logit_bias, dict):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
 
@@ -196,6 +208,10 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         self._check_bad_words()
+        processors = self.logits_processors
+        valid = isinstance(processors, tuple) and len(processors) <= MAX_PROCESSORS
+        wanted = f"an object of at most {MAX_PROCESSORS} names with their settings"
+        _check(valid, "logits_processors", processors, wanted)
         valid = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
         _check(valid, "stop", self.stop, "a non-empty string, or a list of them")
         wanted = f"at most {MAX_STOP_STRINGS} strings"

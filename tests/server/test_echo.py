@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from beds.fake_engine import FakeEngine, FakeTokenizer
 from beds.live_server import AppClient
+from beds.tiny_files import write_tiny_gguf
+from octavo.engine.async_llm import AsyncLLM
 
 
 def echoed(client: AppClient, **body: Any) -> dict[str, Any]:
@@ -103,3 +106,53 @@ def test_numbers_are_strict_json(client: AppClient) -> None:
             prompt="abcdefgh", echo=True, logprobs=3, prompt_logprobs=3, top_k=1
         )
         json.loads(response.text, parse_constant=refuse)
+
+
+def test_new_fields_reach_the_engine_as_they_were_sent(client: AppClient) -> None:
+    """C40, R69: and a word of several tokens stays one word."""
+    response = client.complete(
+        bad_words=["at the"],
+        logprob_token_ids=[4],
+        logprobs_mode="processed",
+        logits_processors={"dry": {"multiplier": 0.5}},
+        max_tokens=1,
+    )
+    assert response.status_code == 200, response.text
+    (job,) = client.engine.submitted
+    assert job.params.bad_words == ("at the",)
+    assert job.params.logprob_token_ids == (4,)
+    assert job.params.logprobs_mode == "processed"
+    assert job.params.logits_processors == (("dry", (("multiplier", 0.5),)),)
+    assert response.json()["choices"][0]["logprobs"] is not None
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_client_tells_a_greedy_continuation_by_equal_bits(tmp_path: Path, backend: str) -> None:
+    """C43, C50: a whole server over a tiny model, as lm-eval uses it: the model's own greedy answer
+    is recognised as such, another is not, and the sum over it is that of the answer's logprobs."""
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    engine = AsyncLLM(str(tmp_path / "tiny.gguf"), backend=backend, num_kv_blocks=64)
+    try:
+        client = AppClient(engine)
+        context = [5, 9, 17, 33, 21, 8]
+        greedy = {"temperature": 0, "ignore_eos": True, "logprobs": 1}
+        answer = client.complete(
+            prompt=context, max_tokens=5, return_token_ids=True, **greedy
+        ).json()["choices"][0]
+        own = [*context, *answer["token_ids"]]
+        other = [*context, *(3 + (i + 1) % 40 for i in answer["token_ids"])]
+        body = client.complete(prompt=[own, other, own], echo=True, max_tokens=1, **greedy).json()
+        verdicts, sums = [], []
+        for choice, prompt in zip(body["choices"], (own, other, own), strict=True):
+            found = choice["logprobs"]
+            assert len(found["tokens"]) == len(prompt) + 1
+            scored = found["token_logprobs"][len(context) : -1]
+            tops = found["top_logprobs"][len(context) : -1]
+            verdicts.append(
+                all(x == max(top.values()) for x, top in zip(scored, tops, strict=True))
+            )
+            sums.append(sum(scored))
+        assert verdicts == [True, False, True]
+        assert sums[0] == sums[2] == sum(answer["logprobs"]["token_logprobs"])
+    finally:
+        engine.shutdown(timeout=5)

@@ -53,7 +53,9 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     )
     metrics = Metrics(checkpoint.name)
     core = EngineCore(scheduler, executor, tokenizer, metrics)
-    limits = Limits(executor.max_model_len, executor.vocab_size, scheduler.max_output_tokens)
+    limits = Limits(
+        executor.max_model_len, executor.vocab_size, scheduler.max_output_tokens, executor.check
+    )
     inputs = InputProcessor(tokenizer, limits, checkpoint.generation, seed=config.seed)
     for name, value in executor.describe().items():
         logger.info("%s: %s", name, value)

@@ -36,6 +36,8 @@ class Limits(NamedTuple):
     max_output_tokens: Callable[[int], int]
     """Scheduler.max_output_tokens: output tokens that a prompt of so many tokens leaves room for,
     by max_model_len and by the KV pool; below 1 when the prompt itself does not fit."""
+    check: Callable[[SamplingParams], None] = lambda params: None
+    """Raises RequestError for what the executor's sampler can't do."""
 
 
 class InputProcessor:
@@ -79,6 +81,7 @@ class InputProcessor:
         Raises RequestError or RequestTooLarge for what can never run.
         """
         self._check_params(params)
+        self.limits.check(params)
         if params.bad_words:
             params = replace(params, bad_words=(), bad_words_token_ids=self._bad_words(params))
         room = self.limits.max_output_tokens(len(token_ids))

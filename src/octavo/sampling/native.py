@@ -41,7 +41,7 @@ class NativeSampler(Sampler):
         with np.errstate(all="ignore"):
             for i, state in enumerate(rows):
                 processed = state.params.logprobs_mode == "processed"
-                if processed and state.params.logprobs is not None:
+                if (processed and state.params.logprobs is not None) or state.processors:
                     results[i] = guarded(self._sample_row, logits[i], state)
                 elif state.changes_logits:
                     if math.isfinite(np.max(logits[i])):
@@ -66,7 +66,9 @@ class NativeSampler(Sampler):
     ) -> list[TokenLogprobs | None]:
         """As Sampler.score."""
         count = len(logits)
-        found = self._logprobs_of(logits, range(count), token_ids, num_tops, [()] * count)
+        found = self._logprobs_of(
+            logits, range(count), token_ids, num_tops=num_tops, named=[()] * count
+        )
         for i in [i for i, one in enumerate(found) if one is None]:
             found[i : i + 1] = super().score(logits[i : i + 1], token_ids[i : i + 1], num_tops[i:])
         return found
@@ -124,8 +126,8 @@ class NativeSampler(Sampler):
                     np.asarray(source),
                     where,
                     [drawn[i] for i in group],
-                    [p.logprobs or 0 for p in params],
-                    [p.logprob_token_ids for p in params],
+                    num_tops=[p.logprobs or 0 for p in params],
+                    named=[p.logprob_token_ids for p in params],
                 )
                 found.update(zip(group, results, strict=True))
         return found
@@ -135,6 +137,7 @@ class NativeSampler(Sampler):
         logits: Array,
         rows: Sequence[int],
         token_ids: Sequence[int],
+        *,
         num_tops: Sequence[int],
         named: Sequence[tuple[int, ...]],
     ) -> list[TokenLogprobs | None]:

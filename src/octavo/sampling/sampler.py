@@ -14,6 +14,7 @@ from .constraints import apply_constraints
 from .logprobs import RowLogprobs
 from .noise import exponential, hash_tokens, random_bits, token_counters
 from .penalties import apply_penalties
+from .processors import Stage
 from .state import RowState
 from .truncation import truncate
 
@@ -23,7 +24,7 @@ _SLACK = 1 + 2.0**-12
 """Covers what float32 rounds away in _draw_from_all's first look (below 2**-17)."""
 
 
-class _NothingToSample(Exception):
+class NothingToSample(Exception):
     """No token of the row is possible; the text is for the user."""
 
 
@@ -34,9 +35,9 @@ class Sampler:
     1. raw logprobs snapshot, for rows that ask (R67); those that ask for processed ones get
        them of what step 3 (greedy) or step 7 leaves (C28)
     2. allow-list, block-list (end-of-sequence and stop ids before min_tokens, then bad words),
-       logit_bias, penalties (R69-R71)
+       logit_bias, plug-ins (processors.py), penalties (R69-R71)
     3. greedy rows take the argmax here and skip the rest (R72, R73)
-    4. temperature (R74, R75)
+    4. temperature (R74, R75); b: plug-ins that truncate
     5. min_p (R76-R78)
     6. top-k (R79, R80)
     7. top-p over what is left (R81)
@@ -79,6 +80,7 @@ class Sampler:
         if params.logprobs is not None and params.logprobs_mode == "raw":
             raw = self._logprobs(logits.copy() if state.changes_logits else logits)
         apply_constraints(logits, state)
+        _apply_processors("logits", logits, state)
         apply_penalties(logits, state)
         return self._choose(logits, state, raw)
 
@@ -87,7 +89,7 @@ class Sampler:
         params = state.params
         best = int(logits.argmax())
         if logits[best] == -np.inf:
-            raise _NothingToSample(
+            raise NothingToSample(
                 "no token is left to sample: allowed_token_ids, min_tokens, stop ids, "
                 "bad_words and logit_bias together bar them all"
             )
@@ -110,7 +112,7 @@ class Sampler:
                 try:
                     _possible_argmax(row_logits)
                     found.append(self._logprobs(row_logits).of(token_id, num_top))
-                except _NothingToSample:
+                except NothingToSample:
                     found.append(None)
         return found
 
@@ -120,6 +122,11 @@ class Sampler:
     def _draw(self, logits: Array, best: int, state: RowState) -> tuple[int, Array | None]:
         """Steps 4 to 8, and the ids that truncation left. `best` is the argmax of logits."""
         scaled = self._scale(logits, best, state.params.temperature)
+        if state.processors:
+            _apply_processors("truncation", scaled, state)
+            best = int(scaled.argmax())
+            if scaled[best] != 0:  # what follows wants the best one at 0 again
+                scaled -= scaled[best]
         ids = truncate(scaled, state.params)
         if ids is None:
             return self._draw_from_all(scaled, best, state), None
@@ -169,7 +176,7 @@ def guarded(
     """sample(logits [V], state); whatever goes wrong, the other rows go on (C106)."""
     try:
         return sample(logits, state)
-    except _NothingToSample as error:
+    except NothingToSample as error:
         return RowFault(state.row, str(error))
     except Exception as error:
         logger.exception("sampling failed for request %d", state.request_id)
@@ -186,8 +193,19 @@ def _possible_argmax(logits: Array) -> int:
         logits[np.isnan(logits)] = -np.inf
         best = int(logits.argmax())
     if logits[best] == -np.inf:
-        raise _NothingToSample("the model's logits are all NaN or -inf at this position")
+        raise NothingToSample("the model's logits are all NaN or -inf at this position")
     return best
+
+
+def _apply_processors(stage: Stage, logits: Array, state: RowState) -> None:
+    """The request's plug-ins of one stage, in its order, on one row [V] in place."""
+    for processor in state.processors:
+        if processor.stage == stage:
+            processor.apply(logits)
+            best = logits.max() if logits.size else -np.inf
+            if not best > -np.inf:
+                name = type(processor).__name__
+                raise NothingToSample(f"no token is left to sample: {name} drops them all")
 
 
 def _only(scaled: Array, ids: Array | None) -> Array:

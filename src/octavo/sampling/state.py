@@ -9,6 +9,7 @@ import numpy as np
 from ..kernels.api import Array
 from ..messages import NewRequest
 from ..sampling_params import SamplingParams
+from . import processors
 from .bad_words import BadWords
 
 _MAX_TOKEN_ID = 2**31
@@ -71,6 +72,7 @@ class RowState:
         "num_tokens",
         "output_counts",
         "params",
+        "processors",
         "request_id",
         "row",
         "seed",
@@ -94,6 +96,9 @@ class RowState:
         if params.bad_words_token_ids:
             output = start.token_ids[start.num_prompt_tokens :]
             self.bad_words = BadWords(params.bad_words_token_ids, output)
+        self.processors = processors.make(
+            params, start.token_ids, num_prompt=start.num_prompt_tokens, seed=start.seed
+        )
         bias: dict[int, float] = {}
         for token_id, value in params.logit_bias:
             if token_id < _MAX_TOKEN_ID:
@@ -119,6 +124,8 @@ class RowState:
         self.num_tokens += 1
         if self.bad_words is not None:
             self.bad_words.append(token_id)
+        for processor in self.processors:
+            processor.append(token_id)
         if self.seen_counts is not None:
             self.seen_counts.add(token_id)
         if self.output_counts is not None:
@@ -130,6 +137,7 @@ class RowState:
         return (
             self.allowed_ids is not None
             or self.bad_words is not None
+            or bool(self.processors)
             or self.seen_counts is not None
             or self.output_counts is not None
             or bool(self.bias_ids.size)

@@ -44,7 +44,7 @@ NOT_YET_FIELDS = frozenset(
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *("thinking_token_budget", "repetition_detection", "return_prompt_text", "documents"),
         *("chat_template", "prompt_embeds", "functions", "function_call", "audio"),
-        *("web_search_options", "logits_processors"),
+        "web_search_options",
     }
 )
 """Known, but not built: refused unless the value asks for nothing (false, "", [], {})."""
@@ -231,6 +231,9 @@ def _shared(fields: Fields) -> dict[str, Any]:
     for name in SAMPLING_FLAGS:
         if fields.take(name) is not None:
             sampling[name] = fields.flag(name)
+    processors = fields.mapping("logits_processors")
+    if processors:
+        sampling["logits_processors"] = processors
     bias = fields.mapping("logit_bias")
     if bias:
         sampling["logit_bias"] = _logit_bias(bias)
