@@ -124,6 +124,9 @@ class SamplingParams:
     """Plug-ins by name, with their settings: {"dry": {"multiplier": 0.8}}. Built in: dry, xtc and
     typical. See octavo.sampling.processors."""
 
+    timeout: float | None = None
+    """Seconds from arrival after which the answer ends as it is, with finish_reason timeout."""
+
     def __post_init__(self) -> None:
         self._normalise()
         _check(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "a whole number, 1 to 128")
@@ -149,6 +152,12 @@ class SamplingParams:
             wanted = f"at most max_tokens ({self.max_tokens})"
             _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, wanted)
         self._check_logprobs()
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _check(
+                isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
+            )
+        in_range = self.timeout is None or (_is_real(self.timeout) and self.timeout > 0)
+        _check(in_range, "timeout", self.timeout, "a number of seconds above 0")
         self._check_lists()
 
     def _normalise(self) -> None:

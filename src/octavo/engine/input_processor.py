@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from ..checkpoint import GenerationDefaults
+from ..core.limits import Limits
 from ..errors import RequestError, RequestTooLarge
 from ..request import Request
 from ..sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
@@ -28,28 +28,27 @@ def derive_seed(seed: int, number: int) -> int:
     return (z ^ (z >> 31)) >> (64 - SEED_BITS)
 
 
-class Limits(NamedTuple):
-    """What bounds a request, whatever else runs."""
-
-    max_model_len: int
-    vocab_size: int
-    max_output_tokens: Callable[[int], int]
-    """Scheduler.max_output_tokens: output tokens that a prompt of so many tokens leaves room for,
-    by max_model_len and by the KV pool; below 1 when the prompt itself does not fit."""
-    check: Callable[[SamplingParams], None] = lambda params: None
-    """Raises RequestError for what the executor's sampler can't do."""
-
-
 class InputProcessor:
     """Turns prompts and parameters into checked Requests, one for each of the n answers."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: Limits, generation: GenerationDefaults, *, seed: int
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        generation: GenerationDefaults,
+        *,
+        vocab_size: int,
+        seed: int,
+        check: Callable[[SamplingParams], None] = lambda params: None,
     ) -> None:
+        """limits: the scheduler's own, so that what it can never run is refused here already.
+        check: raises RequestError for what the executor's sampler can't do."""
         self.tokenizer = tokenizer
         self.limits = limits
+        self.vocab_size = vocab_size
         self.eos_token_ids = generation.eos_token_ids
         self.seed = seed
+        self.check = check
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt. Raises RequestError for empty prompts and ids out of range."""
@@ -75,13 +74,14 @@ class InputProcessor:
         arrival_time: float,
         priority: int = 0,
         cache_scope: str = "",
+        tenant: str = "",
     ) -> list[Request]:
         """One Request for each of params.n answers, numbered from `request_id`.
 
         Raises RequestError or RequestTooLarge for what can never run.
         """
         self._check_params(params)
-        self.limits.check(params)
+        self.check(params)
         if params.bad_words:
             params = replace(params, bad_words=(), bad_words_token_ids=self._bad_words(params))
         room = self.limits.max_output_tokens(len(token_ids))
@@ -94,7 +94,7 @@ class InputProcessor:
         seed = params.seed
         if seed is None or seed == -1:
             seed = derive_seed(self.seed, request_id)
-        return [
+        requests = [
             Request(
                 request_id + index,
                 token_ids,
@@ -105,9 +105,12 @@ class InputProcessor:
                 priority=priority,
                 arrival_time=arrival_time,
                 cache_scope=cache_scope,
+                tenant=tenant,
             )
             for index in range(params.n)
         ]
+        self.limits.check(requests[0])
+        return requests
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token ids of each bad word, at the start of a text and after a space (C40)."""
@@ -137,7 +140,7 @@ class InputProcessor:
             self._check_ids(min(ids), max(ids), "logit_bias")
 
     def _check_ids(self, lowest: int, highest: int, param: str) -> None:
-        if lowest < 0 or highest >= self.limits.vocab_size:
+        if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
-            message = f"{param}: token id {wrong} is outside 0 to {self.limits.vocab_size - 1}"
+            message = f"{param}: token id {wrong} is outside 0 to {self.vocab_size - 1}"
             raise RequestError(message, param=param)

@@ -7,7 +7,7 @@ from typing import Protocol
 from ..checkpoint import Checkpoint, ModelConfig
 from ..errors import ModelLoadError
 from ..kernels.api import Arena, Array, Kernels, KVCache
-from .batch import ForwardBatch
+from .batch import ExtraRows, ForwardBatch
 
 
 class Model(Protocol):
@@ -17,21 +17,40 @@ class Model(Protocol):
     weight_bytes: int
     cos_sin_cache: Array
 
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache, arena: Arena) -> Array:
-        """Logits [S, V] float32 of the rows in batch.logits_indices; valid until arena.reset()."""
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        arena: Arena,
+        *,
+        extra: ExtraRows | None = None,
+    ) -> Array:
+        """Logits [S, V] float32 of the rows in batch.logits_indices; valid until arena.reset().
+        Those of extra rows go to extra.take()."""
         ...
 
 
 ARCHITECTURES = ("llama",)
 
 
-def build_model(checkpoint: Checkpoint, kernels: Kernels, *, max_model_len: int) -> Model:
-    """Load a checkpoint's weights into a model. Raises ModelLoadError for what it can't run."""
+def build_model(
+    checkpoint: Checkpoint, kernels: Kernels, *, max_model_len: int, prune_last_layer: bool = True
+) -> Model:
+    """Load a checkpoint's weights into a model. Raises ModelLoadError for what it can't run.
+
+    prune_last_layer: no more than K and V of the last layer for rows that are not sampled (R64).
+    """
     config = checkpoint.config
     if config.architecture == "llama":
         from .llama import LlamaForCausalLM
 
-        return LlamaForCausalLM(config, checkpoint.weights, kernels, max_model_len=max_model_len)
+        return LlamaForCausalLM(
+            config,
+            checkpoint.weights,
+            kernels,
+            max_model_len=max_model_len,
+            prune_last_layer=prune_last_layer,
+        )
     raise ModelLoadError(
         f"{checkpoint.name} is of the architecture {config.architecture!r}; "
         f"supported: {', '.join(ARCHITECTURES)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ..kernels.api import Arena, Array, KVCache
+from ..kernels.api import Arena, Array, Forward, KVCache
 from ..messages import (
     NewRequest,
     RowFault,
@@ -50,8 +50,11 @@ class ModelRunner:
         *,
         sampler: Sampler,
         new_row_state: Callable[[NewRequest], RowState],
+        forward: Forward | None = None,
     ) -> None:
+        """forward: an equal of model.forward that runs instead of it."""
         self.model = model
+        self.forward: Forward = forward or model.forward
         self.kv_cache = kv_cache
         self.arena = arena
         self.input_batch = input_batch
@@ -74,9 +77,10 @@ class ModelRunner:
         self.arena.reset()
         batch = self.input_batch.build(plan)
         scores = self.prompt_scores.of_step(plan, batch)
-        if scores is not None:
-            batch = batch._replace(extra=scores.extra)
-        logits = self.model.forward(batch, self.kv_cache, self.arena)
+        if scores is None:
+            logits = self.forward(batch, self.kv_cache, self.arena)
+        else:
+            logits = self.model.forward(batch, self.kv_cache, self.arena, extra=scores.extra)
         rows = [s.row for s in plan.scheduled if s.samples]
         sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
         if scores is None:
