@@ -56,6 +56,9 @@ class SchedulerOutput(NamedTuple):
     starts: tuple[NewRequest, ...]
     scheduled: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: int
+    masks: tuple[tuple[int, bytes], ...] = ()
+    """(row, which tokens may be sampled) of rows under a grammar: bit i % 8, the lowest first, of
+    byte i // 8 is token i. A row whose params have a grammar samples nothing without a mask."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -118,7 +121,7 @@ class TokenEvent(NamedTuple):
     """One for each new token if asked for, else empty."""
 
     finish_reason: str | None = None
-    """None while it runs; stop, length, abort or error."""
+    """None while it runs; stop, length, abort or error; complete: a grammar's "stop"."""
 
     stop_reason: int | None = None
     """The stop token id that ended it; None for the model's own end-of-sequence ids."""

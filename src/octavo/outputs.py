@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+SHUTTING_DOWN = "the server is shutting down"
+"""The error of an answer that a shutdown cut: no fault, and worth another try elsewhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -45,6 +48,8 @@ class StreamEvent:
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
     """In the first event of each index, if asked for: one for each prompt token, None for the
     first, which nothing stands before."""
+    refused: bool = False
+    """With an error: the request itself was at fault, and never ran."""
 
 
 @dataclass(slots=True)

@@ -44,13 +44,12 @@ class NativeSampler(Sampler):
                 if (processed and state.params.logprobs is not None) or state.processors:
                     results[i] = guarded(self._sample_row, logits[i], state)
                 elif state.changes_logits:
-                    if math.isfinite(np.max(logits[i])):
-                        wanted = state.params.logprobs is not None
-                        changed[i] = logits[i].copy() if wanted else _NOTHING
-                        apply_constraints(logits[i], state)
-                        apply_penalties(logits[i], state)
+                    before = logits[i].copy() if state.params.logprobs is not None else _NOTHING
+                    outcome = guarded(self._change, logits[i], state)
+                    if outcome is None:
+                        changed[i] = before
                     else:
-                        results[i] = guarded(self._sample_row, logits[i], state)
+                        results[i] = outcome
             taken = [i for i in range(len(rows)) if i not in results]
             drawn = dict(zip(taken, self._draw_rows(logits, taken, rows), strict=True))
             for i in [i for i, token_id in drawn.items() if token_id < 0]:
@@ -60,6 +59,14 @@ class NativeSampler(Sampler):
         for i, token_id in drawn.items():
             results[i] = SampledToken(rows[i].row, token_id, found.get(i))
         return [results[i] for i in range(len(rows))]
+
+    def _change(self, logits: Array, state: RowState) -> SampledToken | None:
+        """Step 2 on one row [V] in place; the whole of the sampling where an infinity leads it."""
+        if not math.isfinite(np.max(logits)):
+            return self._sample_row(logits, state)
+        apply_constraints(logits, state)
+        apply_penalties(logits, state)
+        return None
 
     def score(
         self, logits: Array, token_ids: Sequence[int], num_tops: Sequence[int]

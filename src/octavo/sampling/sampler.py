@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,8 +35,8 @@ class Sampler:
     0. NaN logits become impossible; a row with no finite or +inf logit left is a fault (C37)
     1. raw logprobs snapshot, for rows that ask (R67); those that ask for processed ones get
        them of what step 3 (greedy) or step 7 leaves (C28)
-    2. allow-list, block-list (end-of-sequence and stop ids before min_tokens, then bad words),
-       logit_bias, plug-ins (processors.py), penalties (R69-R71)
+    2. grammar mask, allow-list, block-list (end-of-sequence and stop ids before min_tokens, then
+       bad words), logit_bias, plug-ins (processors.py), penalties (R69-R71)
     3. greedy rows take the argmax here and skip the rest (R72, R73)
     4. temperature (R74, R75); b: plug-ins that truncate
     5. min_p (R76-R78)
@@ -90,7 +91,7 @@ class Sampler:
         best = int(logits.argmax())
         if logits[best] == -np.inf:
             raise NothingToSample(
-                "no token is left to sample: allowed_token_ids, min_tokens, stop ids, "
+                "no token is left to sample: grammar, allowed_token_ids, min_tokens, stop ids, "
                 "bad_words and logit_bias together bar them all"
             )
         token_id, ids = (best, None) if params.greedy else self._draw(logits, best, state)
@@ -170,9 +171,12 @@ class Sampler:
         return _argmax_of_ratio(scaled, ids, bits[ids])
 
 
+Outcome = TypeVar("Outcome")
+
+
 def guarded(
-    sample: Callable[[Array, RowState], SampledToken], logits: Array, state: RowState
-) -> SampledToken | RowFault:
+    sample: Callable[[Array, RowState], Outcome], logits: Array, state: RowState
+) -> Outcome | RowFault:
     """sample(logits [V], state); whatever goes wrong, the other rows go on (C106)."""
     try:
         return sample(logits, state)

@@ -68,6 +68,7 @@ class RowState:
         "bias_ids",
         "bias_values",
         "ending_ids",
+        "mask",
         "num_prompt_tokens",
         "num_tokens",
         "output_counts",
@@ -99,6 +100,8 @@ class RowState:
         self.processors = processors.make(
             params, start.token_ids, num_prompt=start.num_prompt_tokens, seed=start.seed
         )
+        self.mask: bytes | None = None
+        """Packed tokens that the grammar allows, for one step: used up by it."""
         bias: dict[int, float] = {}
         for token_id, value in params.logit_bias:
             if token_id < _MAX_TOKEN_ID:
@@ -135,7 +138,8 @@ class RowState:
     def changes_logits(self) -> bool:
         """Whether constraints or penalties apply to the next token."""
         return (
-            self.allowed_ids is not None
+            self.params.grammar is not None
+            or self.allowed_ids is not None
             or self.bad_words is not None
             or bool(self.processors)
             or self.seen_counts is not None

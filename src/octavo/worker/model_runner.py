@@ -82,6 +82,10 @@ class ModelRunner:
         else:
             logits = self.model.forward(batch, self.kv_cache, self.arena, extra=scores.extra)
         rows = [s.row for s in plan.scheduled if s.samples]
+        for row, mask in plan.masks:
+            state = self.row_states[row]
+            if not isinstance(state, RowFault):
+                state.mask = mask
         sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
         if scores is None:
             return StepResult(plan.step, sampled, faults)
