@@ -47,6 +47,12 @@ def build_parser() -> Parser:
     _models(commands.add_parser("models", help="list known and cached models, or fetch one"))
     scenario = commands.add_parser("scenario", help="worked examples of scheduling, drawn")
     _scenario(scenario)
+    replay = commands.add_parser("replay", help="run the scheduler over a recording")
+    replay.description = (
+        "Run the scheduler over a file of --record; its decisions must be the same."
+    )
+    replay.add_argument("file", metavar="FILE", help="What --record FILE wrote.")
+    replay.set_defaults(module="replay", parser=replay)
     return parser
 
 

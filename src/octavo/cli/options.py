@@ -99,7 +99,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(titles[part])
         _add_fields(group, PARTS[part])
         if part == "backend":
-            _add_fields(group, EngineConfig, only=("seed",))
+            _add_fields(group, EngineConfig, only=("seed", "record"))
 
 
 def _add_fields(group: Any, cls: type, only: tuple[str, ...] | None = None) -> None:

@@ -42,7 +42,7 @@ def _normalise(message: Any, where: str) -> dict[str, Any]:
     if not result.get("tool_calls", True):
         del result["tool_calls"]
     if "tool_calls" in result:
-        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
+        result["tool_calls"] = parse_tool_calls(result["tool_calls"], f"{where}.tool_calls")
     content = message.get("content")
     if content is None and role != "assistant":
         raise RequestError(f"{where} ({role}) has no content", param="messages")
@@ -68,7 +68,7 @@ def _text_of(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects: a template writes them out as JSON again."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, dict) for call in calls):
         raise RequestError(f"{where} must be a list of objects", param="messages")
