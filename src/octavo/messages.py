@@ -45,6 +45,16 @@ class ScheduledRequest(NamedTuple):
     """Appended to the row's block table; most decode steps need none. At a start: all blocks."""
 
 
+class Transfer(NamedTuple):
+    """One block of K/V, over all layers, that moves."""
+
+    kind: str
+    """copy: block to block. store: block to a slot of a tier. load: slot to block."""
+
+    source: int
+    target: int
+
+
 class SchedulerOutput(NamedTuple):
     """A step's plan."""
 
@@ -52,6 +62,9 @@ class SchedulerOutput(NamedTuple):
     starts: tuple[NewRequest, ...]
     scheduled: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: int
+    transfers: tuple[Transfer, ...] = ()
+    """Done in this order after the steps before and ahead of all that this one computes, as if
+    by one hand: so a block given up here may be given away here (docs/decisions/0002)."""
 
 
 class TokenLogprobs(NamedTuple):

@@ -28,6 +28,7 @@ class Request:
         "cache_scope",
         "eos_token_ids",
         "finish_reason",
+        "leader",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -54,6 +55,7 @@ class Request:
         priority: int = 0,
         arrival_time: float = 0.0,
         cache_scope: str = "",
+        leader: Request | None = None,
     ) -> None:
         self.request_id = request_id
         """Unique, in order of arrival: also the tie-break of every order."""
@@ -69,12 +71,15 @@ class Request:
         self.arrival_time = arrival_time
         self.cache_scope = cache_scope
         """Part of the prefix cache's key: no hits across scopes."""
+        self.leader = leader
+        """The first of the n answers to one prompt, for the others: it computes the prompt."""
 
         self.status = Status.WAITING
         self.num_computed_tokens = 0
         """Tokens whose K/V exist, prefix hits included (R4)."""
         self.num_cached_tokens = 0
-        """Of these, found in the prefix cache at the first admission (never own recomputes)."""
+        """Of these, found in the prefix cache at the first admission (never own recomputes, and
+        never what the first of n answers computed for the others)."""
         self.num_preemptions = 0
         self.block_ids: list[int] = []
         self.row: int | None = None

@@ -54,6 +54,7 @@ class CoreBed:
         max_tokens: int = 4,
         *,
         scope: str = "",
+        leader: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
         **params: object,
     ) -> int:
@@ -66,6 +67,7 @@ class CoreBed:
             max_tokens=max_tokens,
             cache_scope=scope,
             eos_token_ids=eos_token_ids,
+            leader=None if leader is None else self.requests[leader],
         )
         self.scheduler.add(request)
         self.requests[request_id] = request

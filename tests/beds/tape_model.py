@@ -20,6 +20,7 @@ from octavo.messages import (
     ScheduledRequest,
     SchedulerOutput,
     StepResult,
+    Transfer,
 )
 
 MASK = 2**64 - 1
@@ -112,6 +113,8 @@ class TapeModel:
         """Compute a step."""
         for start in plan.starts:
             self.rows[start.row] = TapeRow(start)
+        for transfer in plan.transfers:
+            self._move(transfer)
         for entry in plan.scheduled:
             self._write(entry)
         sampled: list[SampledToken] = []
@@ -147,6 +150,13 @@ class TapeModel:
         """slot = block_table[position // block_size] * block_size + position % block_size."""
         block_index, offset = divmod(position, self.block_size)
         return row.block_table[block_index] * self.block_size + offset
+
+    def block(self, block_id: int) -> slice:
+        return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+    def _move(self, transfer: Transfer) -> None:
+        assert transfer.kind == "copy"
+        self.slots[self.block(transfer.target)] = self.slots[self.block(transfer.source)]
 
     def _write(self, entry: ScheduledRequest) -> None:
         row = self.rows[entry.row]

@@ -7,7 +7,7 @@ TapeModel raises when any row reads a slot that is not its own history.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from hypothesis import given, settings
@@ -28,6 +28,7 @@ class Work:
     prompt: tuple[int, ...]
     max_tokens: int
     scope: str
+    n: int = 1
 
 
 @st.composite
@@ -40,6 +41,7 @@ def works(draw: st.DrawFn) -> Work:
         prompt=(*range(stem * 100, stem * 100 + num_shared), *tail),
         max_tokens=draw(st.integers(1, 12)),
         scope=draw(st.sampled_from(["", "", "x"])),
+        n=draw(st.sampled_from([1, 1, 1, 2, 3])),
     )
 
 
@@ -51,6 +53,15 @@ def alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     return compute_alone(prompt, max_tokens)
 
 
+def add(bed: CoreBed, work: Work, work_of: dict[int, Work]) -> None:
+    """The n answers of one request; the first computes the prompt."""
+    leader: int | None = None
+    for _ in range(work.n):
+        request_id = bed.add(work.prompt, work.max_tokens, scope=work.scope, leader=leader)
+        work_of[request_id] = work
+        leader = request_id if leader is None else leader
+
+
 def run(workload: list[Work], bed: CoreBed, meanwhile: Callable[[int], None] | None = None) -> None:
     """Let each request arrive in its step, run to the end, and compare with the lone twins."""
     work_of: dict[int, Work] = {}
@@ -59,7 +70,7 @@ def run(workload: list[Work], bed: CoreBed, meanwhile: Callable[[int], None] | N
         while queue and queue[0].arrival_step <= step:
             work = queue.pop(0)
             if work.max_tokens <= bed.scheduler.max_output_tokens(len(work.prompt)):
-                work_of[bed.add(work.prompt, work.max_tokens, scope=work.scope)] = work
+                add(bed, work, work_of)
         if not queue and not bed.scheduler.has_unfinished():
             break
         bed.step()
@@ -106,7 +117,7 @@ def test_any_order_of_arrival_gives_the_same_answers(
 ) -> None:
     """Who came first decides when, never what."""
     shuffled = [workload[i] for i in order if i < len(workload)]
-    moved = [Work(i, work.prompt, work.max_tokens, work.scope) for i, work in enumerate(shuffled)]
+    moved = [replace(work, arrival_step=i) for i, work in enumerate(shuffled)]
     run(moved, CoreBed(num_blocks=8, max_num_batched_tokens=9))
 
 

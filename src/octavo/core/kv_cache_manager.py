@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from ..messages import Transfer
 from ..request import Request
 from .block_pool import BlockPool
 from .event_log import EventLog, Reason
-from .radix_cache import Match, Node, RadixCache
+from .radix_cache import Match, Node, RadixCache, Tail
 
 
 class KVCacheManager:
@@ -35,6 +36,7 @@ class KVCacheManager:
         # The head of the queue asks again in every step that it waits; the answer is kept until
         # the tree changes (C113). Key: request id, known tokens, version of the tree.
         self._last_match: tuple[tuple[int, int, int], Match | None] = ((-1, -1, -1), None)
+        self._transfers: list[Transfer] = []
 
     @property
     def capacity(self) -> int:
@@ -54,28 +56,61 @@ class KVCacheManager:
         """Blocks that a request still needs for the tokens that it knows now."""
         return self.num_blocks_for(request.num_tokens) - len(request.block_ids)
 
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """What has to move before the next step computes; asked for once a step."""
+        transfers = tuple(self._transfers)
+        self._transfers.clear()
+        return transfers
+
     def find_prefix(self, request: Request) -> Match | None:
-        """The longest cached prefix of what `request` knows, or None.
+        """The longest prefix of what `request` knows that is computed already, or None: in the
+        cache, or in the blocks of a running leader.
 
         At least one token is left to compute: only a computed token can be sampled from (C4).
         """
         key = (request.request_id, request.num_tokens, self.cache.version)
         if self._last_match[0] != key:
-            max_blocks = (request.num_tokens - 1) // self.block_size
-            match = self.cache.match(request.token_ids, max_blocks, request.cache_scope)
+            max_tokens = request.num_tokens - 1
+            match = self.cache.match(request.token_ids, max_tokens, request.cache_scope)
             self._last_match = (key, match)
-        return self._last_match[1]
+        leader = request.leader
+        if leader is None or not leader.block_ids:
+            return self._last_match[1]
+        return self._fork(request, leader, self._last_match[1])
+
+    def _fork(self, request: Request, leader: Request, match: Match | None) -> Match | None:
+        """Share the prompt that `leader` computed: its full blocks, and a copy of a begun one."""
+        num_shared = min(leader.num_computed_tokens, request.num_prompt_tokens)
+        num_shared = min(num_shared, request.num_tokens - 1)
+        if num_shared <= (0 if match is None else match.num_tokens):
+            return match
+        num_full, num_rest = divmod(num_shared, self.block_size)
+        tail = Tail(leader.block_ids[num_full], num_rest) if num_rest else None
+        if not self._enable_prefix_caching:
+            block_ids = tuple(leader.block_ids[:num_full])
+            return Match(None, 0, block_ids, 0, num_shared, tail)
+        if match is None:
+            match = Match(None, 0, (), 0, 0)
+        if len(match.block_ids) != num_full:  # its full blocks are not published yet
+            return match
+        return match._replace(num_tokens=num_shared, tail=tail)
 
     def start(self, request: Request, match: Match | None) -> None:
-        """Begin a block table with the cached prefix that `find_prefix` gave."""
+        """Begin a block table with the prefix that `find_prefix` gave; a begun block is copied,
+        since the request writes on in it. There must be a block for that."""
         assert not request.block_ids, "a request that starts holds blocks already"
         if match is None:
             request.num_computed_tokens = 0
             return
-        self._pinned[request.request_id] = self.cache.pin(match)
+        if match.node is not None:
+            self._pinned[request.request_id] = self.cache.pin(match)
         self.pool.share(match.block_ids)
         request.block_ids = list(match.block_ids)
-        request.num_computed_tokens = len(match.block_ids) * self.block_size
+        request.num_computed_tokens = match.num_tokens
+        if match.tail is not None:
+            copied = self.allocate(request, match.num_tokens)
+            assert copied, "admission promised a block for the copy"
+            self._transfers.append(Transfer("copy", match.tail.block_id, copied[0]))
 
     def allocate(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
         """Grow the block table to hold `num_tokens` tokens; the new blocks, often none.

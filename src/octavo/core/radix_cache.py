@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import NamedTuple
 
 BlockTokens = tuple[int, ...]
+
+MAX_TAIL_CANDIDATES = 64
+"""Children that are looked at for a prompt that parts from all of them inside a block."""
 
 
 class Node:
@@ -50,15 +54,26 @@ class Node:
         self.last_used = 0
 
 
-class Match(NamedTuple):
-    """The longest cached prefix of a prompt: `block_ids`, in order of position."""
+class Tail(NamedTuple):
+    """The first tokens of one more block: whoever shares them copies it, and writes on (R34)."""
 
-    node: Node
-    """Where the prefix ends: after the first `num_node_blocks` of this node's blocks."""
+    block_id: int
+    num_tokens: int
+
+
+class Match(NamedTuple):
+    """The longest cached prefix of a prompt: `block_ids`, in order of position, and `tail`."""
+
+    node: Node | None
+    """Where the whole blocks end: after the first `num_node_blocks` of this node's blocks. None
+    where nothing is to be pinned."""
     num_node_blocks: int
     block_ids: tuple[int, ...]
     num_evictable: int
     """How many of these blocks nobody uses now: pinning takes them from the evictable ones."""
+    num_tokens: int
+    """All that is found, in tokens."""
+    tail: Tail | None = None
 
 
 class RadixCache:
@@ -80,21 +95,44 @@ class RadixCache:
         # child or a pin, or left. Looked at only when it comes to the top: no upkeep on a hit.
         self._leaves: list[tuple[int, int, Node]] = []
 
-    def match(self, token_ids: Sequence[int], max_blocks: int, scope: str = "") -> Match | None:
-        """The longest cached prefix of at most `max_blocks` blocks; None if there is none."""
+    def match(self, token_ids: Sequence[int], max_tokens: int, scope: str = "") -> Match | None:
+        """The longest cached prefix of at most `max_tokens` tokens; None if there is none."""
         root = self._roots.get(scope)
         if root is None:
             return None
         node, num_node_blocks, block_ids, num_evictable = root, 0, list[int](), 0
-        for node, num_node_blocks in self._walk(root, token_ids, max_blocks):
+        for node, num_node_blocks in self._walk(root, token_ids, max_tokens // self.block_size):
             block_ids += node.block_ids[:num_node_blocks]
             num_evictable += num_node_blocks if node.pins == 0 else 0
-        if not block_ids:
+        num_tokens = len(block_ids) * self.block_size
+        tail = self._tail(node, num_node_blocks, token_ids[num_tokens:max_tokens])
+        if not block_ids and tail is None:
             return None
-        return Match(node, num_node_blocks, tuple(block_ids), num_evictable)
+        num_tokens += 0 if tail is None else tail.num_tokens
+        end = node if block_ids else None
+        return Match(end, num_node_blocks, tuple(block_ids), num_evictable, num_tokens, tail)
+
+    def _tail(self, node: Node, num_node_blocks: int, token_ids: Sequence[int]) -> Tail | None:
+        """Which block after this place begins with most of `token_ids`; None if there is none."""
+        if num_node_blocks < len(node.block_ids):
+            following = [(node.block_tokens[num_node_blocks], node.block_ids[num_node_blocks])]
+        else:
+            children = islice(reversed(node.children.values()), MAX_TAIL_CANDIDATES)
+            following = [(child.block_tokens[0], child.block_ids[0]) for child in children]
+        best: Tail | None = None
+        for block_tokens, block_id in following:
+            num_equal = 0
+            for known, wanted in zip(block_tokens, token_ids, strict=False):
+                if known != wanted:
+                    break
+                num_equal += 1
+            if num_equal > (0 if best is None else best.num_tokens):
+                best = Tail(block_id, num_equal)
+        return best
 
     def pin(self, match: Match) -> Node:
         """Hold the matched path until `unpin` of the returned node."""
+        assert match.node is not None, "there is nothing to pin"
         node = self._split(match.node, match.num_node_blocks)
         self._pin(node)
         return node

@@ -109,7 +109,9 @@ class Scheduler:
         if draft.entries:
             self.in_flight[step] = tuple(draft.entries)
         num_tokens = self.config.token_budget - draft.budget
-        return SchedulerOutput(step, tuple(draft.starts), tuple(draft.entries.values()), num_tokens)
+        entries = tuple(draft.entries.values())
+        transfers = self.kv.take_transfers()
+        return SchedulerOutput(step, tuple(draft.starts), entries, num_tokens, transfers)
 
     def _schedule_running(self, draft: _Draft, busy: Container[Request]) -> None:
         block_size = self.kv.block_size
@@ -188,9 +190,12 @@ class Scheduler:
                 return hold(request, Reason.SEQS_FULL, len(self.running))
             if draft.budget == 0:
                 return hold(request, Reason.TOKEN_BUDGET, request.num_tokens, 0)
+            num_to_come = num_prompt_tokens_to_come(request)
+            if num_to_come:
+                return hold(request, Reason.PROMPT_PENDING, num_to_come)
             match = self.kv.find_prefix(request)
             num_hit_blocks = 0 if match is None else len(match.block_ids)
-            num_wanted = request.num_tokens - num_hit_blocks * self.kv.block_size
+            num_wanted = request.num_tokens - (0 if match is None else match.num_tokens)
             num_new = self._cut_prompt(num_wanted, draft.budget)
             if num_new == 0:
                 return hold(request, Reason.TOKEN_BUDGET, num_wanted, draft.budget)
@@ -221,7 +226,8 @@ class Scheduler:
         assert allocated is not None, "admission promised blocks that are not there"
         self.journal.start(request, num_hits)
         if request.status is Status.WAITING:
-            request.num_cached_tokens = num_hits
+            leader = request.leader
+            request.num_cached_tokens = num_hits if leader is None else leader.num_cached_tokens
         row = request.row = heappop(self.free_rows)
         request.status = Status.RUNNING
         self.running[request.request_id] = request
@@ -349,3 +355,11 @@ class Scheduler:
     def audit(self) -> None:
         """Recount everything from scratch; an AssertionError is a bug of ours."""
         audit(self)
+
+
+def num_prompt_tokens_to_come(request: Request) -> int:
+    """Tokens of its prompt that the first of its n answers is about to compute (R34)."""
+    leader = request.leader
+    if leader is None or leader.status is not Status.RUNNING or request.num_output_tokens:
+        return 0
+    return max(0, request.num_prompt_tokens - leader.num_computed_tokens)

@@ -89,8 +89,9 @@ class InputProcessor:
         seed = params.seed
         if seed is None or seed == -1:
             seed = derive_seed(self.seed, request_id)
-        return [
-            Request(
+        requests: list[Request] = []
+        for index in range(params.n):
+            request = Request(
                 request_id + index,
                 token_ids,
                 replace(params, n=1),
@@ -100,9 +101,10 @@ class InputProcessor:
                 priority=priority,
                 arrival_time=arrival_time,
                 cache_scope=cache_scope,
+                leader=requests[0] if requests else None,
             )
-            for index in range(params.n)
-        ]
+            requests.append(request)
+        return requests
 
     def _check_params(self, params: SamplingParams) -> None:
         """Bounds that depend on the model (C38)."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from ..kernels.api import Arena, Array, KVCache
 from ..messages import NewRequest, RowFault, SampledToken, SchedulerOutput, StepResult
 from ..models.registry import Model
@@ -50,6 +52,8 @@ class ModelRunner:
         for new in plan.starts:
             self.input_batch.start(new)
             self.row_states[new.row] = self._start(new)
+        for transfer in plan.transfers:
+            self._copy(transfer.source, transfer.target)
         if not plan.scheduled:
             return StepResult(plan.step, ())
         self.arena.reset()
@@ -58,6 +62,12 @@ class ModelRunner:
         rows = [s.row for s in plan.scheduled if s.samples]
         sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
         return StepResult(plan.step, sampled, faults)
+
+    def _copy(self, source: int, target: int) -> None:
+        """K and V of a block into another, whole: what is past its tokens is never read."""
+        block = np.empty(self.kv_cache.block_nbytes, np.uint8)
+        self.kv_cache.save_block(source, block)
+        self.kv_cache.restore_block(target, block)
 
     def _start(self, new: NewRequest) -> RowState | RowFault:
         try:
