@@ -95,6 +95,25 @@ class RowFault(NamedTuple):
     message: str
 
 
+class Moved(NamedTuple):
+    """Blocks that a step stored to a tier or loaded from it, together."""
+
+    kind: str
+    """store or load."""
+    tier: int
+    """0 is RAM, 1 the file."""
+    num_blocks: int
+    us: int
+
+
+class Timing(NamedTuple):
+    """What a step took, in microseconds, for estimates."""
+
+    num_tokens: int
+    compute_us: int
+    moved: tuple[Moved, ...] = ()
+
+
 class StepResult(NamedTuple):
     """What a step computed: one SampledToken or RowFault for each scheduled row that samples,
     in the order of the plan; a RowFault may also name a row that samples nothing."""
@@ -102,6 +121,7 @@ class StepResult(NamedTuple):
     step: int
     sampled: tuple[SampledToken, ...]
     faults: tuple[RowFault, ...] = ()
+    timing: Timing | None = None
 
 
 class TokenEvent(NamedTuple):

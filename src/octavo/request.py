@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from .sampling_params import SamplingParams
 
@@ -17,6 +18,15 @@ class Status(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
+
+
+class Swapped(NamedTuple):
+    """Where the K/V of a preempted request are kept."""
+
+    slots: list[int]
+    """Of the tier, a block each."""
+    num_tokens: int
+    """So many were computed."""
 
 
 class Request:
@@ -40,6 +50,7 @@ class Request:
         "row",
         "seed",
         "status",
+        "swapped",
         "token_ids",
     )
 
@@ -82,6 +93,8 @@ class Request:
         never what the first of n answers computed for the others)."""
         self.num_preemptions = 0
         self.block_ids: list[int] = []
+        self.swapped: Swapped | None = None
+        """While it is preempted and its K/V are kept."""
         self.row: int | None = None
         self.finish_reason: str | None = None
 

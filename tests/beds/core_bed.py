@@ -28,6 +28,7 @@ class CoreBed:
         max_model_len: int = 10_000,
         scripts: Mapping[int, Sequence[int]] | None = None,
         faults: Mapping[int, int] | None = None,
+        num_slots: tuple[int, int] = (0, 0),
         **settings: object,
     ) -> None:
         in_cache = {f.name for f in fields(CacheConfig)}
@@ -39,9 +40,14 @@ class CoreBed:
             CacheConfig(block_size=block_size, **cache),  # type: ignore[arg-type]
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            num_slots=num_slots,
         )
         self.model = TapeModel(
-            num_blocks=num_blocks, block_size=block_size, scripts=scripts, faults=faults
+            num_blocks=num_blocks,
+            block_size=block_size,
+            scripts=scripts,
+            faults=faults,
+            num_slots=num_slots,
         )
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, TokenEvent] = {}

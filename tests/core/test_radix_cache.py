@@ -221,7 +221,7 @@ def test_the_eviction_queue_stays_small() -> None:
         match = cache.match(tokens("abc"[i % 3] * 2), 2)
         assert match is not None
         cache.unpin(cache.pin(match))
-    assert len(cache._leaves) <= 64 + 2 * 3
+    assert len(cache._leaves[0]) <= 64 + 2 * 3
     cache.check()
     assert len(cache.evict(3)) == 3
 
@@ -278,7 +278,7 @@ def test_check_sees_corruption() -> None:
         leaf(cache).pins += 1
 
     def lost_leaf(cache: RadixCache) -> None:
-        cache._leaves.clear()
+        cache._leaves[0].clear()
 
     def twice(cache: RadixCache) -> None:
         leaf(cache).block_ids[0] = 0

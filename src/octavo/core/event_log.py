@@ -39,6 +39,14 @@ class Reason(Enum):
     """A first admission shares the prompt of the first of its n answers. (tokens)"""
     PREEMPTED = "preempted"
     """Running -> preempted. (tokens computed until then, request that needed the blocks)"""
+    SWAPPED = "swapped"
+    """A preempted request's K/V are kept in a tier. (blocks)"""
+    TIERS_FULL = "tiers_full"
+    """They are not, and will be recomputed: no room. (blocks, slots that could be had)"""
+    ESTIMATED = "estimated"
+    """What either would cost; -1: not measured yet. (us to swap out and in, us to recompute)"""
+    LOADED = "loaded"
+    """K/V come back from a tier, of a cached prefix or its own. (blocks)"""
     FINISHED = "finished"
     """Ended by a stop rule. (finish reason, output tokens)"""
     ABORTED = "aborted"
@@ -47,6 +55,8 @@ class Reason(Enum):
     """Its row failed; it ends alone. (message)"""
     EVICTED = "evicted"
     """Cached blocks were given up for new ones; no request. (blocks)"""
+    SAVED = "saved"
+    """Such blocks were kept in a tier; no request. (blocks)"""
 
 
 class Event(NamedTuple):

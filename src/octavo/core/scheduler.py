@@ -13,7 +13,14 @@ from collections.abc import Container
 from heapq import heappop, heappush
 
 from ..config import CacheConfig, SchedulerConfig
-from ..messages import NewRequest, ScheduledRequest, SchedulerOutput, StepResult, TokenEvent
+from ..messages import (
+    NewRequest,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepResult,
+    TokenEvent,
+    Transfer,
+)
 from ..request import Request, Status
 from .audit import audit
 from .event_log import EventLog, Reason
@@ -23,6 +30,7 @@ from .limits import Limits
 from .policy import BATCHING_MODES, WAITING_ORDERS, by_name
 from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
 from .radix_cache import Match
+from .rates import Rates
 from .stats import SchedulerStats
 from .stop_rules import find_stop
 
@@ -30,10 +38,10 @@ from .stop_rules import find_stop
 class _Draft:
     """A step's plan while it is made."""
 
-    __slots__ = ("budget", "entries", "num_blocks_owed", "preempted", "starts")
+    __slots__ = ("budget", "entries", "num_blocks_owed", "preempted", "starts", "token_budget")
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget
+        self.token_budget = self.budget = budget
         """Tokens left to schedule."""
         self.entries: dict[Request, ScheduledRequest] = {}
         self.starts: list[NewRequest] = []
@@ -41,6 +49,11 @@ class _Draft:
         """Blocks that prefills in flight will still ask for. One that is cut in this very step
         took all that was left of the budget, so nobody is admitted beside it."""
         self.preempted = False
+
+    def plan(self, step: int, transfers: tuple[Transfer, ...]) -> SchedulerOutput:
+        num_tokens = self.token_budget - self.budget
+        entries = tuple(self.entries.values())
+        return SchedulerOutput(step, tuple(self.starts), entries, num_tokens, transfers)
 
 
 class Scheduler:
@@ -53,8 +66,10 @@ class Scheduler:
         *,
         num_blocks: int,
         max_model_len: int,
+        num_slots: tuple[int, int] = (0, 0),
         event_log: EventLog | None = None,
     ) -> None:
+        """`num_slots`: room for blocks in the tiers below the pool, RAM and file."""
         config = scheduler_config
         self.config = config
         self.event_log = EventLog() if event_log is None else event_log
@@ -64,7 +79,9 @@ class Scheduler:
             block_size=cache_config.block_size,
             enable_prefix_caching=cache_config.enable_prefix_caching,
             event_log=self.event_log,
+            num_slots=sum(num_slots),
         )
+        self.rates = Rates(num_slots[0], config.token_budget)
         chunked = config.enable_chunked_prefill
         self.limits = Limits(
             max_model_len, self.kv.capacity, None if chunked else config.token_budget
@@ -75,7 +92,8 @@ class Scheduler:
         """By id, in order of admission."""
         self.waiting = by_name("scheduling_policy", config.scheduling_policy, WAITING_ORDERS)()
         self._victims = by_name("victim_policy", config.victim_policy, VICTIM_POLICIES)()
-        self._preemption = by_name("preemption_mode", config.preemption_mode, PREEMPTION_MODES)()
+        means = by_name("preemption_mode", config.preemption_mode, PREEMPTION_MODES)
+        self._preemption = means(config, self.rates)
         self._batching = by_name("batching_mode", config.batching_mode, BATCHING_MODES)()
         self.free_rows = list(range(config.max_num_seqs))
         """Heap: the worker's persistent rows that nobody has."""
@@ -108,10 +126,7 @@ class Scheduler:
             self._admit_waiting(draft)
         if draft.entries:
             self.in_flight[step] = tuple(draft.entries)
-        num_tokens = self.config.token_budget - draft.budget
-        entries = tuple(draft.entries.values())
-        transfers = self.kv.take_transfers()
-        return SchedulerOutput(step, tuple(draft.starts), entries, num_tokens, transfers)
+        return draft.plan(step, self.kv.take_transfers())
 
     def _schedule_running(self, draft: _Draft, busy: Container[Request]) -> None:
         block_size = self.kv.block_size
@@ -254,6 +269,8 @@ class Scheduler:
         Requests that were finished meanwhile are passed over; their blocks are freed here.
         """
         assert plan.step == result.step, "this is the result of another step"
+        if result.timing is not None:
+            self.rates.observe(result.timing)
         faults = {fault.row: fault.message for fault in result.faults}
         sampled = {token.row: token for token in result.sampled}
         events: list[TokenEvent] = []
@@ -309,6 +326,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         if not was_running:
+            self.kv.drop_swapped(request)
             self.waiting.remove(request)
             return
         del self.running[request_id]

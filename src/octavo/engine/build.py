@@ -50,6 +50,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         config.cache,
         num_blocks=executor.num_kv_blocks,
         max_model_len=executor.max_model_len,
+        num_slots=executor.num_tier_slots,
     )
     metrics = Metrics(checkpoint.name)
     core = EngineCore(scheduler, executor, tokenizer, metrics)

@@ -63,7 +63,7 @@ class EngineCore:
     def step(self) -> list[StreamEvent]:
         """Schedule, compute, and give each request that moved its event."""
         plan = self.scheduler.schedule()
-        if not plan.scheduled:
+        if not (plan.scheduled or plan.transfers):
             return self._idle()
         self._num_idle_steps = 0
         self.outputs.started(plan.starts)

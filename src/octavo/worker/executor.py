@@ -12,6 +12,8 @@ class Executor(Protocol):
 
     num_kv_blocks: int
     """Blocks in the KV pool."""
+    num_tier_slots: tuple[int, int]
+    """Room for blocks below the pool: in RAM, in a file."""
     max_model_len: int
     """Longest request in tokens, prompt and output together."""
     vocab_size: int

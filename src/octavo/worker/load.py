@@ -11,6 +11,7 @@ from .input_batch import InputBatch
 from .kv_storage import KVStorage
 from .local import LocalExecutor
 from .model_runner import ModelRunner
+from .tiers import Tiers
 
 
 def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor:
@@ -31,10 +32,11 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
     )
+    tiers = Tiers(config.cache, storage.kv_cache)
     model = build_model(checkpoint, kernels, max_model_len=max_model_len)
     runner = ModelRunner(
         model,
-        storage.kv_cache,
+        tiers,
         kernels.make_arena(),
         InputBatch(
             max_num_seqs=max_num_seqs,
@@ -45,6 +47,8 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         new_row_state=RowState.from_new_request,
     )
     report = describe(checkpoint, kernels, model, storage)
+    if sum(tiers.num_slots):
+        report["tiers"] = tiers.describe()
     return LocalExecutor(runner, max_model_len=max_model_len, report=report)
 
 

@@ -13,6 +13,7 @@ class LocalExecutor:
         self._runner: ModelRunner | None = runner
         self._report = report
         self.num_kv_blocks = runner.kv_cache.num_blocks
+        self.num_tier_slots = runner.tiers.num_slots
         self.max_model_len = max_model_len
         self.vocab_size = runner.model.config.vocab_size
 
@@ -30,5 +31,7 @@ class LocalExecutor:
         return dict(self._report)
 
     def close(self) -> None:
-        """Give back weights, pool and scratch memory; no step can be submitted any more."""
+        """Give back weights, pool, tiers and scratch memory; no step can be submitted any more."""
+        if self._runner is not None:
+            self._runner.tiers.close()
         self._runner = None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
-from ..kernels.api import Arena, Array, KVCache
-from ..messages import NewRequest, RowFault, SampledToken, SchedulerOutput, StepResult
+from ..kernels.api import Arena, Array
+from ..messages import NewRequest, RowFault, SampledToken, SchedulerOutput, StepResult, Timing
 from ..models.registry import Model
 from .input_batch import InputBatch
+from .tiers import Tiers
 
 if TYPE_CHECKING:
     from ..sampling.state import RowState
@@ -31,7 +31,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        kv_cache: KVCache,
+        tiers: Tiers,
         arena: Arena,
         input_batch: InputBatch,
         *,
@@ -39,7 +39,8 @@ class ModelRunner:
         new_row_state: Callable[[NewRequest], RowState],
     ) -> None:
         self.model = model
-        self.kv_cache = kv_cache
+        self.tiers = tiers
+        self.kv_cache = tiers.kv_cache
         self.arena = arena
         self.input_batch = input_batch
         self.sampler = sampler
@@ -52,22 +53,23 @@ class ModelRunner:
         for new in plan.starts:
             self.input_batch.start(new)
             self.row_states[new.row] = self._start(new)
-        for transfer in plan.transfers:
-            self._copy(transfer.source, transfer.target)
+        lost, moved = self.tiers.move(plan.transfers) if plan.transfers else (set[int](), ())
         if not plan.scheduled:
-            return StepResult(plan.step, ())
+            return StepResult(plan.step, (), (), Timing(0, 0, moved) if moved else None)
+        start = perf_counter()
         self.arena.reset()
         batch = self.input_batch.build(plan)
         logits = self.model.forward(batch, self.kv_cache, self.arena)
         rows = [s.row for s in plan.scheduled if s.samples]
         sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
-        return StepResult(plan.step, sampled, faults)
-
-    def _copy(self, source: int, target: int) -> None:
-        """K and V of a block into another, whole: what is past its tokens is never read."""
-        block = np.empty(self.kv_cache.block_nbytes, np.uint8)
-        self.kv_cache.save_block(source, block)
-        self.kv_cache.restore_block(target, block)
+        compute_us = round((perf_counter() - start) * 1e6)
+        timing = Timing(plan.num_scheduled_tokens, compute_us, moved)
+        if lost:
+            message = "K/V of this request could not be read back from the tier that kept them"
+            rows = [s.row for s in plan.scheduled if not lost.isdisjoint(s.new_block_ids)]
+            faults = (*faults, *(RowFault(row, message) for row in rows))
+            sampled = tuple(token for token in sampled if token.row not in rows)
+        return StepResult(plan.step, sampled, faults, timing)
 
     def _start(self, new: NewRequest) -> RowState | RowFault:
         try:
