@@ -7,10 +7,24 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import textwrap
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from .errors import ConfigError
+
+_KINDS = {"bool": "true or false", "int": "a whole number", "str": "text"}
+"""What to say of a setting's type, by its annotation; None may be taken beside it."""
+
+
+def _check_types(config: object) -> None:
+    """Raise ConfigError for the first setting that is not of its type: "8" is not 8, true not 1."""
+    assert is_dataclass(config)
+    for setting in fields(config):
+        kind, _, or_none = str(setting.type).partition(" | ")
+        value = getattr(config, setting.name)
+        if kind in _KINDS and type(value).__name__ != kind and not (or_none and value is None):
+            raise ConfigError(setting.name, value, _KINDS[kind])
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -49,6 +63,7 @@ class CacheConfig:
     """Folder of that file. Default: the system's folder for temporary files."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name in ("ram_tier_memory", "file_tier_memory"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more bytes")
         _require(
@@ -121,6 +136,7 @@ class SchedulerConfig:
     """When requests join and leave the batch: continuous (in any step)."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.swap_threshold >= 0, "swap_threshold", self.swap_threshold, "at least 0")
@@ -156,6 +172,7 @@ class BackendConfig:
     """Quantise the weights at load. No method is available yet: leave unset."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(self.backend in ("cpu", "reference"), "backend", self.backend, "cpu or reference")
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
         dtypes = ("auto", "bfloat16", "float32")
@@ -189,9 +206,10 @@ class EngineConfig:
     backend: BackendConfig = field(default_factory=BackendConfig)
 
     def __post_init__(self) -> None:
+        _check_types(self)
         has_tier = self.cache.ram_tier_memory or self.cache.file_tier_memory
         _require(
-            bool(has_tier) or self.scheduler.preemption_mode == "recompute",
+            bool(has_tier) or self.scheduler.preemption_mode not in ("swap", "threshold", "auto"),
             "preemption_mode",
             self.scheduler.preemption_mode,
             "recompute, or set ram_tier_memory (or file_tier_memory): there is no tier to swap to",
@@ -213,6 +231,8 @@ def make_config(**settings: object) -> EngineConfig:
     top: dict[str, object] = {}
     parts: dict[str, dict[str, object]] = {name: {} for name in PARTS}
     for name, value in settings.items():
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
         if name in ("model", "seed"):
             top[name] = value
             continue

@@ -118,6 +118,10 @@ class SamplingParams:
             _is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS
         )
         _check(in_range, "logprobs", self.logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _check(
+                isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
+            )
         self._check_lists()
 
     def _normalise(self) -> None:

@@ -190,6 +190,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"drop": ("output_norm.weight",), "extra": {"output_norm.weight": np.ones(65, "f4")}},
         r"model\.norm\.weight has shape \[65\], expected \[64\]",
     ),
+    "a layer too many": (
+        {"extra": {"blk.2.attn_norm.weight": np.ones(64, "f4")}},
+        r"layers\.2\.input_layernorm.*2 layers",
+    ),
     "a bias": ({"extra": {"blk.0.attn_q.bias": np.ones(64, "f4")}}, r"q_proj\.bias: biases"),
     "a query norm": ({"extra": {"blk.0.attn_q_norm.weight": np.ones(16, "f4")}}, "q_norm"),
     "factors of a wrong length": ({"extra": {"rope_freqs.weight": np.ones(7, "f4")}}, "rope_freqs"),

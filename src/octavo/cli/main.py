@@ -14,7 +14,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import OctavoError
-from .options import Parser, add_sampling, add_settings, normalise
+from .options import Parser, add_sampling, add_settings, normalise, seconds
 
 EXAMPLES = """\
 examples:
@@ -67,7 +67,7 @@ def _serve(parser: Parser) -> None:
     )
     parser.add_argument(
         "--shutdown-timeout",
-        type=float,
+        type=seconds,
         default=30.0,
         metavar="SECONDS",
         help="Time that running answers have to finish after Ctrl-C or SIGTERM. Default: 30.",

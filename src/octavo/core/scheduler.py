@@ -140,9 +140,7 @@ class Scheduler:
                 continue
             num_new = min(num_tokens - num_computed, draft.budget)
             if num_new == 0:
-                detail = (num_tokens - num_computed, 0)
-                self.event_log.record(Reason.TOKEN_BUDGET, request.request_id, *detail)
-                return
+                return self.journal.starve(request, num_tokens - num_computed)
             end = num_computed + num_new
             new_block_ids: tuple[int, ...] = ()
             if end > len(request.block_ids) * block_size:
@@ -155,6 +153,7 @@ class Scheduler:
             draft.entries[request] = ScheduledRequest(
                 request.row, num_computed, num_new, end == num_tokens, new_block_ids
             )
+        self.journal.starved = None
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, draft: _Draft, busy: Container[Request]

@@ -67,14 +67,21 @@ class EngineCore:
             return self._idle()
         self._num_idle_steps = 0
         self.outputs.started(plan.starts)
-        result = self._compute(plan)
-        events = self.scheduler.update_from_output(plan, result)
-        self.metrics.stepped(plan.num_scheduled_tokens, len(result.faults))
-        return self.outputs.process(events)
+        try:
+            result = self._compute(plan)
+        except BaseException:  # Ctrl-C: nothing comes of this step, but no block is lost with it
+            self._take(plan, _failed(plan, "interrupted"))
+            raise
+        return self._take(plan, result)
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do."""
         return self.scheduler.has_unfinished()
+
+    def _take(self, plan: SchedulerOutput, result: StepResult) -> list[StreamEvent]:
+        events = self.scheduler.update_from_output(plan, result)
+        self.metrics.stepped(plan.num_scheduled_tokens, len(result.faults))
+        return self.outputs.process(events)
 
     def _compute(self, plan: SchedulerOutput) -> StepResult:
         """Run the step; a fault of the whole step ends the requests in it, not the engine."""
@@ -83,8 +90,7 @@ class EngineCore:
         except Exception as fault:
             logger.exception("step %d failed", plan.step)
             message = f"internal error in the step of this request: {type(fault).__name__}"
-            faults = tuple(RowFault(scheduled.row, message) for scheduled in plan.scheduled)
-            return StepResult(plan.step, (), faults)
+            return _failed(plan, message)
 
     def _idle(self) -> list[StreamEvent]:
         """Nothing was scheduled: normal without requests, our own bug with them."""
@@ -103,3 +109,10 @@ class EngineCore:
         if self.scheduler.has_unfinished():
             raise EngineDead(f"the scheduler holds requests that nobody waits for: {stats}")
         return [event for event in events if event is not None]
+
+
+def _failed(plan: SchedulerOutput, message: str) -> StepResult:
+    """The result of a step in which every row failed."""
+    return StepResult(
+        plan.step, (), tuple(RowFault(entry.row, message) for entry in plan.scheduled)
+    )

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checkpoint import ModelConfig, Weights
-from ..errors import ModelLoadError
 from ..kernels.api import Arena, Array, Kernels, KVCache, Linear
 from .batch import ForwardBatch
 from .layers import WeightLoader, build_cos_sin_cache
@@ -52,7 +51,6 @@ class LlamaForCausalLM:
         self, config: ModelConfig, weights: Weights, kernels: Kernels, *, max_model_len: int
     ) -> None:
         """Loads and packs all weights. Raises ModelLoadError if they don't fit `config`."""
-        _check_config(config)
         self.config = config
         self.kernels = kernels
         self.cos_sin_cache = build_cos_sin_cache(config, max_model_len)
@@ -66,7 +64,6 @@ class LlamaForCausalLM:
         else:
             self.lm_head = load.linear(("lm_head.weight", vocab), in_features=hidden)
         self.weight_bytes = load.nbytes
-        _refuse_unused(weights, load.used)
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, arena: Arena) -> Array:
         """Logits [S, V] float32 of the rows in batch.logits_indices; valid until arena.reset().
@@ -183,29 +180,3 @@ def _load_layer(load: WeightLoader, config: ModelConfig, index: int) -> LlamaLay
         ),
         down_proj=load.linear((mlp + "down_proj.weight", hidden), in_features=inner),
     )
-
-
-def _check_config(config: ModelConfig) -> None:
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ModelLoadError(
-            f"{config.num_attention_heads} attention heads can't share "
-            f"{config.num_key_value_heads} key/value heads evenly"
-        )
-    if config.head_dim % 2:
-        raise ModelLoadError(f"head_dim is {config.head_dim}, but rotary halves need it even")
-
-
-def _refuse_unused(weights: Weights, used: set[str]) -> None:
-    """A layer tensor that this family has no place for (a bias, say) would change the answers."""
-    unused = sorted(
-        name
-        for name in weights.names()
-        if name.startswith("model.layers.")
-        and name not in used
-        and not name.endswith("rotary_emb.inv_freq")  # old files keep what the configuration says
-    )
-    if unused:
-        raise ModelLoadError(
-            f"the model has {len(unused)} tensors that the Llama family has no place for "
-            f"(first: {unused[0]}): it is of another architecture, or has more layers than it says"
-        )
