@@ -62,6 +62,10 @@ class CacheConfig:
     file_tier_dir: str | None = None
     """Folder of that file. Default: the system's folder for temporary files."""
 
+    prefix_cache_file: str | None = None
+    """File in which cached prefixes outlive the process: written when the engine closes, read into
+    the tiers (see ram_tier_memory) when it starts. It holds the tokens of prompts and answers."""
+
     def __post_init__(self) -> None:
         _check_types(self)
         for name in ("ram_tier_memory", "file_tier_memory"):
@@ -213,6 +217,12 @@ class EngineConfig:
             "preemption_mode",
             self.scheduler.preemption_mode,
             "recompute, or set ram_tier_memory (or file_tier_memory): there is no tier to swap to",
+        )
+        _require(
+            bool(has_tier) or self.cache.prefix_cache_file is None,
+            "prefix_cache_file",
+            self.cache.prefix_cache_file,
+            "used with ram_tier_memory or file_tier_memory, into which it is read",
         )
 
 

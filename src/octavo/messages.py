@@ -67,6 +67,19 @@ class SchedulerOutput(NamedTuple):
     by one hand: so a block given up here may be given away here (docs/decisions/0002)."""
 
 
+class KeptRun(NamedTuple):
+    """A run of cached blocks, as the prefix cache outlives a process."""
+
+    scope: str
+    parent: int
+    """Index of the run that it follows; -1 at the beginning of a prompt."""
+    token_ids: tuple[int, ...]
+    """Of whole blocks."""
+    places: tuple[int, ...]
+    """A block of the pool for each of them, or a slot."""
+    in_tier: bool
+
+
 class TokenLogprobs(NamedTuple):
     """Raw log probabilities at one sampled position (R67): before penalties and temperature."""
 

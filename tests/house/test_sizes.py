@@ -13,7 +13,7 @@ MAX_FILE = {".py": 500, ".cpp": 600, ".hpp": 600}
 MAX_FUNCTION = 80
 MAX_ATTRIBUTES = 15
 MAX_POSITIONAL = 4
-MAX_ENGINE_ROOMS = 6160
+MAX_ENGINE_ROOMS = 6460
 ENGINE_ROOMS = ("core", "worker", "models", "sampling", "engine")
 
 MANY_ATTRIBUTES = {

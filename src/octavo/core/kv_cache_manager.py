@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ..messages import Transfer
+from ..messages import KeptRun, Transfer
 from ..request import Request, Swapped
 from .block_pool import BlockPool
 from .event_log import EventLog, Reason
+from .kept_prefixes import export, graft
 from .radix_cache import Match, Node, RadixCache, Tail
 
 
@@ -230,6 +231,16 @@ class KVCacheManager:
         self.pool.share(adopted)
         self._release_dropped()
         return node
+
+    def export_prefixes(self) -> list[KeptRun]:
+        """What is worth keeping beyond this process: as much as the tiers of the next one hold."""
+        return export(self.cache, self.slots.num_blocks)
+
+    def import_prefixes(self, runs: list[KeptRun]) -> None:
+        """Begin with these; they are in the first slots of the tiers, in this order."""
+        slots = self.slots.allocate(sum(len(run.places) for run in runs))
+        assert slots == [slot for run in runs for slot in run.places], "slots are counted up"
+        graft(self.cache, runs)
 
     def check(self, requests: Iterable[Request], waiting: Iterable[Request] = ()) -> None:
         """Recount all references and pins; `requests` are all that may hold blocks, `waiting`

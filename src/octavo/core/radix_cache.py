@@ -199,10 +199,7 @@ class RadixCache:
         """
         assert block_ids, "there is nothing to store"
         self._tick()
-        root = self._roots.get(scope)
-        if root is None:
-            root = self._roots[scope] = self._make_node(None, [], [])
-            self._scopes[root.node_id] = scope
+        root = self.root(scope)
         node, num_known, num_kept = root, 0, 0
         for found, num_node_blocks in self._walk(root, token_ids, len(block_ids)):
             node = self._split(found, num_node_blocks)
@@ -223,6 +220,14 @@ class RadixCache:
         else:
             self._note_leaf(node)
         return node, adopted
+
+    def root(self, scope: str) -> Node:
+        """Where a scope's prompts begin; made if need be, and then to be filled."""
+        root = self._roots.get(scope)
+        if root is None:
+            root = self._roots[scope] = self._make_node(None, [], [])
+            self._scopes[root.node_id] = scope
+        return root
 
     def evict(
         self, num_blocks: int, save: Callable[[list[int]], list[int] | None] | None = None

@@ -179,7 +179,7 @@ class AsyncLLM:
         if self._thread.is_alive():
             self._commands.put(lambda: self._end_all("the server is shutting down"))
             self._thread.join()
-        self._engine.core.executor.close()
+        self._engine.core.close(healthy=self._dead is None)
 
     def _check_crash(self) -> None:
         if self._dead is not None:

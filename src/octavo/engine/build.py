@@ -52,8 +52,12 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         max_model_len=executor.max_model_len,
         num_slots=executor.num_tier_slots,
     )
+    prefix_file = config.cache.prefix_cache_file
+    if prefix_file is not None and config.cache.enable_prefix_caching:
+        scheduler.kv.import_prefixes(executor.load_prefixes(prefix_file))
     metrics = Metrics(checkpoint.name)
     core = EngineCore(scheduler, executor, tokenizer, metrics)
+    core.prefix_file = prefix_file
     inputs = InputProcessor(
         tokenizer,
         scheduler.limits,

@@ -39,6 +39,8 @@ class EngineCore:
         self.metrics = metrics
         self.now = now
         self.outputs = OutputProcessor(tokenizer, metrics, scheduler.finish, now)
+        self.prefix_file: str | None = None
+        """Where cached prefixes outlive the engine."""
         self._num_idle_steps = 0
         metrics.watch(scheduler.stats)
 
@@ -82,6 +84,16 @@ class EngineCore:
         events = self.scheduler.update_from_output(plan, result)
         self.metrics.stepped(plan.num_scheduled_tokens, len(result.faults))
         return self.outputs.process(events)
+
+    def close(self, *, healthy: bool = True) -> None:
+        """Keep cached prefixes, if that is wanted, and give back the executor's memory."""
+        if self.prefix_file is not None and healthy:
+            try:
+                runs = self.scheduler.kv.export_prefixes()
+                self.executor.save_prefixes(self.prefix_file, runs)
+            except OSError as error:
+                logger.error("prefix cache not kept in %s: %s", self.prefix_file, error)
+        self.executor.close()
 
     def _compute(self, plan: SchedulerOutput) -> StepResult:
         """Run the step; a fault of the whole step ends the requests in it, not the engine."""

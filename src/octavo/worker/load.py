@@ -11,6 +11,7 @@ from .input_batch import InputBatch
 from .kv_storage import KVStorage
 from .local import LocalExecutor
 from .model_runner import ModelRunner
+from .prefix_file import fingerprint
 from .tiers import Tiers
 
 
@@ -49,7 +50,12 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
     report = describe(checkpoint, kernels, model, storage)
     if sum(tiers.num_slots):
         report["tiers"] = tiers.describe()
-    return LocalExecutor(runner, max_model_len=max_model_len, report=report)
+    return LocalExecutor(
+        runner,
+        max_model_len=max_model_len,
+        report=report,
+        fingerprint=lambda: fingerprint(checkpoint, kernels, model, config.cache.block_size),
+    )
 
 
 def resolve_max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:

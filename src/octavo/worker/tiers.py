@@ -76,6 +76,24 @@ class Tiers:
         moved = (Moved(*key, num, round(seconds * 1e6)) for key, (num, seconds) in took.items())
         return lost, tuple(moved)
 
+    def read(self, place: int, in_tier: bool) -> Array | None:
+        """A block of the pool, or of a slot; valid until the next call. None: unreadable."""
+        if not in_tier:
+            self.kv_cache.save_block(place, self._block)
+        elif place < self.num_slots[0]:
+            row: Array = self._ram[place]
+            return row
+        elif place in self._bad_slots or not self._read(place, self._block):
+            return None
+        return self._block
+
+    def fill(self, slot: int, block: Array) -> None:
+        """Put a block into a slot. Raises OSError."""
+        if slot < self.num_slots[0]:
+            self._ram[slot] = block
+        else:
+            self._write(slot, block)
+
     def _store(self, block_id: int, slot: int) -> None:
         self._bad_slots.discard(slot)
         if slot < self.num_slots[0]:
@@ -83,17 +101,15 @@ class Tiers:
             return
         self.kv_cache.save_block(block_id, self._block)
         try:
-            self._write(slot, self._block)
+            self.fill(slot, self._block)
         except OSError as error:
             logger.error("storing K/V in the file tier failed: %s", error)
             self._bad_slots.add(slot)
 
     def _load(self, slot: int, block_id: int) -> bool:
         """Whether it could be read."""
-        block = self._block
-        if slot < self.num_slots[0]:
-            block = self._ram[slot]
-        elif slot in self._bad_slots or not self._read(slot, block):
+        block = self.read(slot, True)
+        if block is None:
             return False
         self.kv_cache.restore_block(block_id, block)
         return True
