@@ -64,7 +64,7 @@ class SchedulerOutput(NamedTuple):
     num_scheduled_tokens: int
     transfers: tuple[Transfer, ...] = ()
     """Done in this order after the steps before and ahead of all that this one computes, as if
-    by one hand: so a block given up here may be given away here (docs/decisions/0002)."""
+    by one hand: so a block given up here may be given away here (docs/decisions/0003)."""
 
 
 class KeptRun(NamedTuple):

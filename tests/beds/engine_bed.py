@@ -47,6 +47,7 @@ class EngineBed:
         eos_token_ids: tuple[int, ...] = (),
         scheduling: dict[str, Any] | None = None,
         step_seconds: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
         **tape: Any,
     ) -> None:
         config = EngineConfig(scheduler=SchedulerConfig(**(scheduling or {})))
@@ -66,7 +67,7 @@ class EngineBed:
             max_model_len=max_model_len,
         )
         self.metrics = Metrics("tape")
-        self.core = EngineCore(self.scheduler, self.model, self.tokenizer, self.metrics)
+        self.core = EngineCore(self.scheduler, self.model, self.tokenizer, self.metrics, now=now)
         generation = GenerationDefaults(eos_token_ids=eos_token_ids)
         self.inputs = InputProcessor(
             self.tokenizer,

@@ -46,10 +46,18 @@ def alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
 
 
 def add(bed: CoreBed, work: Work, work_of: dict[int, Work]) -> None:
-    """The n answers of one request; the first computes the prompt."""
+    """The n answers of one request; the first computes the prompt. Priority and tenant follow
+    from the prompt: most policies do not look at them."""
     leader: int | None = None
     for _ in range(work.n):
-        request_id = bed.add(work.prompt, work.max_tokens, scope=work.scope, leader=leader)
+        request_id = bed.add(
+            work.prompt,
+            work.max_tokens,
+            scope=work.scope,
+            priority=work.prompt[-1],
+            tenant=str(work.prompt[0]),
+            leader=leader,
+        )
         work_of[request_id] = work
         leader = request_id if leader is None else leader
 

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 from beds.core_bed import CoreBed
 from beds.workloads import Work, run, workloads
+from octavo.core.batching import BATCHING_MODES
+from octavo.core.preemption import VICTIM_POLICIES
+from octavo.core.waiting_orders import WAITING_ORDERS
 
 FEWER = settings().max_examples // 3
 """Examples of the narrower laws; the profile sets how many (make fuzz: more)."""
@@ -28,6 +31,30 @@ def test_pressure_never_changes_an_answer(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=prefix_caching,
+    )
+    run(workload, bed)
+
+
+@given(
+    workloads,
+    st.sampled_from(sorted(WAITING_ORDERS)),
+    st.sampled_from(sorted(VICTIM_POLICIES)),
+    st.sampled_from(sorted(BATCHING_MODES)),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+def test_no_policy_changes_an_answer(
+    workload: list[Work], policy: str, victim: str, mode: str, limits: tuple[int, int]
+) -> None:
+    """Order, victims and batching decide when, never what; all in a pool that is too small."""
+    bed = CoreBed(
+        num_blocks=7,
+        max_num_batched_tokens=8,
+        max_num_seqs=3,
+        scheduling_policy=policy,
+        victim_policy=victim,
+        batching_mode=mode,
+        skip_limit=limits[0],
+        priority_ageing_steps=limits[1],
     )
     run(workload, bed)
 

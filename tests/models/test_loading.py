@@ -27,26 +27,34 @@ def test_a_tied_head_shares_the_array_of_the_embedding(backend: str) -> None:
     assert untied.weight_bytes - tied.weight_bytes == untied.lm_head.nbytes
 
 
-def test_fused_projections_equal_separate_ones() -> None:
-    """R38, R57: q, k, v and gate, up stacked along N give the columns of the separate products."""
+@pytest.mark.parametrize("prune_last_layer", [False, True])
+def test_fused_projections_equal_separate_ones(prune_last_layer: bool) -> None:
+    """R38, R57: q, k, v and gate, up stacked along N give the columns of the separate products;
+    so do q alone and k, v, as the last layer has them where it is pruned (R64)."""
     kernels = make_kernels()
     tensors = make_tensors(TIED)
-    model = build_model(make_checkpoint("tied"), kernels, max_model_len=256)
+    model = build_model(
+        make_checkpoint("tied"), kernels, max_model_len=256, prune_last_layer=prune_last_layer
+    )
     assert isinstance(model, LlamaForCausalLM)
     x = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
     layer = model.layers[1]
     for fused, module, names in (
         (layer.qkv_proj, "self_attn", ("q_proj", "k_proj", "v_proj")),
-        (layer.gate_up_proj, "mlp", ("gate_proj", "up_proj")),
+        ((layer.gate_up_proj,), "mlp", ("gate_proj", "up_proj")),
     ):
         separate = []
         for name in names:
             weight = tensors[f"model.layers.1.{module}.{name}.weight"]
             separate.append(np.empty((5, len(weight)), np.float32))
             kernels.linear(x, kernels.pack_linear(weight), separate[-1])
-        together = np.empty((5, fused.out_features), np.float32)
-        kernels.linear(x, fused, together)
-        np.testing.assert_array_equal(together, np.concatenate(separate, axis=1))
+        together = [np.empty((5, part.out_features), np.float32) for part in fused]
+        for part, out in zip(fused, together, strict=True):
+            kernels.linear(x, part, out)
+        np.testing.assert_array_equal(
+            np.concatenate(together, axis=1), np.concatenate(separate, axis=1)
+        )
+    assert len(layer.qkv_proj) == 1 + prune_last_layer
 
 
 def test_each_tensor_is_read_once_and_let_go() -> None:

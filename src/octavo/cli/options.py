@@ -102,8 +102,9 @@ def _add_fields(group: Any, cls: type, only: tuple[str, ...] | None = None) -> N
         if kind == "bool":
             kwargs["action"] = argparse.BooleanOptionalAction
         else:
-            kwargs["type"] = size if kind.startswith("int") else str
-            kwargs["metavar"] = "N" if kind.startswith("int") else "NAME"
+            number = size if kind.startswith("int") else float
+            is_number = kind.startswith(("int", "float"))
+            kwargs["type"], kwargs["metavar"] = (number, "N") if is_number else (str, "NAME")
         group.add_argument("--" + field.name.replace("_", "-"), **kwargs)
 
 

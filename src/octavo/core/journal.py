@@ -41,11 +41,12 @@ class Journal:
         self.event_log.step = self.steps
         return self.steps
 
-    def hold(self, request: Request, reason: Reason, *detail: int) -> None:
-        """A waiting request goes on waiting; logged when the reason changes."""
+    def hold(self, request: Request, reason: Reason, *detail: int) -> bool:
+        """A waiting request goes on waiting; logged when the reason changes. Always False."""
         if self.waiting_for.get(request.request_id) is not reason:
             self.waiting_for[request.request_id] = reason
             self.event_log.record(reason, request.request_id, *detail)
+        return False
 
     def starve(self, request: Request, num_wanted: int) -> None:
         """The budget ends before this running request; logged when it is not the one of before."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from ..config import CacheConfig
+from ..errors import ConfigError
 from ..messages import KeptRun, Transfer
-from ..request import Request, Swapped
+from ..request import Request, Status, Swapped
 from .block_pool import BlockPool
 from .event_log import EventLog, Reason
 from .kept_prefixes import export, graft
@@ -84,6 +86,13 @@ class KVCacheManager:
             return match
         return self._fork(request, leader, match)
 
+    def num_prompt_tokens_to_come(self, request: Request) -> int:
+        """Tokens of its prompt that the first of its n answers is about to compute (R34)."""
+        leader = request.leader
+        if leader is None or leader.status is not Status.RUNNING or request.num_output_tokens:
+            return 0
+        return max(0, request.num_prompt_tokens - leader.num_computed_tokens)
+
     def _fork(self, request: Request, leader: Request, match: Match | None) -> Match | None:
         """Share the prompt that `leader` computed: its full blocks, and a copy of a begun one."""
         num_shared = min(leader.num_computed_tokens, request.num_prompt_tokens)
@@ -100,6 +109,21 @@ class KVCacheManager:
         if len(match.block_ids) != num_full:  # its full blocks are not published yet
             return match
         return match._replace(num_tokens=num_shared, tail=tail)
+
+    def num_hit_blocks(self, request: Request) -> int:
+        """Blocks that `request` would find in the cache now."""
+        match = self.cache.match(request.token_ids, request.num_tokens - 1, request.cache_scope)
+        return 0 if match is None else len(match.block_ids) + len(match.slots)
+
+    def num_yielded(self, victims: Iterable[Request], match: Match | None) -> int:
+        """Blocks that become available if all of `victims` give theirs back, `match` left out.
+
+        A block that nobody else holds is free then, or cached and evictable.
+        """
+        counts = Counter(block_id for victim in victims for block_id in victim.block_ids)
+        hits = set() if match is None else set(match.block_ids)
+        ref_counts = self.pool.ref_counts
+        return sum(ref_counts[b] - n <= 1 for b, n in counts.items() if b not in hits)
 
     def start(self, request: Request, match: Match | None) -> None:
         """Begin a block table with the prefix that `find_prefix` gave; a begun block is copied,
@@ -285,3 +309,59 @@ def _resumed(swapped: Swapped, match: Match | None) -> Match:
         slots = tuple(swapped.slots[len(match.block_ids) :])
         return match._replace(num_tokens=swapped.num_tokens, tail=None, slots=slots)
     return match
+
+
+class ContiguousKVManager(KVCacheManager):
+    """The baseline of R32: each request takes room for max_model_len tokens when it starts.
+
+    All reservations are of one size and BlockPool gives the lowest ids first, so each is a
+    contiguous range, whatever was freed before; what is left over at the end serves nobody.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_model_len: int, event_log: EventLog
+    ) -> None:
+        super().__init__(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=False,
+            event_log=event_log,
+        )
+        self._num_reserved = super().num_blocks_for(max_model_len)
+        if self._num_reserved > num_blocks:
+            wanted = f"at least {self._num_reserved}, for one request of max_model_len tokens"
+            raise ConfigError("num_kv_blocks", num_blocks, wanted)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return self._num_reserved if num_tokens else 0
+
+    def num_prompt_tokens_to_come(self, request: Request) -> int:
+        return 0
+
+    def _fork(self, request: Request, leader: Request, match: Match | None) -> Match | None:
+        return None  # its room is its own
+
+
+def make_kv_manager(
+    config: CacheConfig,
+    num_blocks: int,
+    max_model_len: int,
+    event_log: EventLog,
+    *,
+    num_slots: int = 0,
+) -> KVCacheManager:
+    """Paged, or the contiguous baseline, as the settings say."""
+    if config.kv_reservation == "contiguous":
+        return ContiguousKVManager(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            event_log=event_log,
+        )
+    return KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        event_log=event_log,
+        num_slots=num_slots,
+    )

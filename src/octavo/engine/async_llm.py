@@ -132,10 +132,12 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_scope: str = "",
+        tenant: str = "",
     ) -> AnswerStream:
         """Queue one prompt, from a coroutine; its n answers come interleaved in one stream.
 
-        Raises RequestError for what can never run, EngineDead after a shutdown or a crash.
+        Raises RequestError for what can never run, QueueFull where too much waits already, and
+        EngineDead after a shutdown or a crash.
         """
         self._check_alive()
         inputs = self._engine.inputs
@@ -151,8 +153,10 @@ class AsyncLLM:
                 arrival_time=self._engine.core.now(),
                 priority=priority,
                 cache_scope=cache_scope,
+                tenant=tenant,
             )
             stream = AnswerStream(self, requests)
+            self._engine.core.queue.enter(requests)
             self._next_request_id += params.n
             self._commands.put(lambda: self._add(stream, requests))
         return stream
@@ -237,6 +241,8 @@ class AsyncLLM:
             self._check_crash()
             self._engine.core.add(requests)
         except Exception as fault:
+            for request in requests:
+                self._engine.core.queue.leave(request.request_id)
             return [
                 StreamEvent(stream.request_id, index, "", (), (), "error", None, str(fault))
                 for index in range(len(requests))

@@ -67,6 +67,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     )
     for name, value in executor.describe().items():
         logger.info("%s: %s", name, value)
+    logger.info("gap between tokens: %s", config.scheduler.token_gap)
     return Engine(
         core=core,
         inputs=inputs,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 
+from ..core.dump import dump
 from ..core.scheduler import Scheduler
 from ..errors import EngineDead
 from ..messages import RowFault, SchedulerOutput, StepResult
 from ..outputs import StreamEvent
-from ..request import Request
+from ..request import Request, Status
 from ..worker.executor import Executor
 from .metrics import Metrics
 from .output_processor import OutputProcessor
+from .queue_limits import QueueLimits
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
@@ -41,6 +44,10 @@ class EngineCore:
         self.outputs = OutputProcessor(tokenizer, metrics, scheduler.finish, now)
         self.prefix_file: str | None = None
         """Where cached prefixes outlive the engine."""
+        self.queue = QueueLimits(scheduler.config)
+        """For front ends that turn requests away; those that enter leave it here."""
+        self._deadlines: list[tuple[float, int, bool]] = []
+        """Heap: (time, request id, whether it is only for those that have not started)."""
         self._num_idle_steps = 0
         metrics.watch(scheduler.stats)
 
@@ -56,25 +63,51 @@ class EngineCore:
                 self.scheduler.finish(request_id, "abort")
             raise
         self.outputs.add(requests)
+        for request in requests:
+            for seconds, only_queued in (
+                (request.params.timeout, False),
+                (self.scheduler.config.max_queue_seconds, True),
+            ):
+                if seconds is not None:
+                    deadline = request.arrival_time + seconds
+                    heappush(self._deadlines, (deadline, request.request_id, only_queued))
 
     def end(self, request_id: int, reason: str, error: str | None = None) -> StreamEvent | None:
         """End a request from outside and free its blocks; None if it is not running any more."""
         self.scheduler.finish(request_id, reason)
+        self.queue.leave(request_id)
         return self.outputs.end(request_id, reason, error)
 
     def step(self) -> list[StreamEvent]:
         """Schedule, compute, and give each request that moved its event."""
+        expired = self._expire() if self._deadlines else []
         plan = self.scheduler.schedule()
         if not (plan.scheduled or plan.transfers):
-            return self._idle()
+            return expired + self._idle()
         self._num_idle_steps = 0
         self.outputs.started(plan.starts)
+        for start in plan.starts:
+            self.queue.leave(start.request_id)
         try:
             result = self._compute(plan)
         except BaseException:  # Ctrl-C: nothing comes of this step, but no block is lost with it
             self._take(plan, _failed(plan, "interrupted"))
             raise
-        return self._take(plan, result)
+        return expired + self._take(plan, result)
+
+    def _expire(self) -> list[StreamEvent]:
+        """End those whose time is over, before anything is computed for them."""
+        now, live, events = self.now(), self.scheduler.requests, list[StreamEvent]()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id, only_queued = heappop(self._deadlines)
+            request = live.get(request_id)
+            if request and not (only_queued and request.status is not Status.WAITING):
+                event = self.end(request_id, "timeout")
+                events += [] if event is None else [event]
+        if len(self._deadlines) > 64 + 4 * len(live):  # mostly of requests that have ended
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in live]
+            heapify(self._deadlines)
+        return events
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do."""
@@ -113,7 +146,7 @@ class EngineCore:
             return []
         self._num_idle_steps = 0
         stats = self.scheduler.stats()
-        logger.error("no progress: %s; live requests: %s", stats, list(self.scheduler.requests))
+        logger.error("no progress: %s", dump(self.scheduler))
         message = "the engine makes no progress with this request; it was given up"
         events = [
             self.end(request_id, "error", message) for request_id in list(self.outputs.answers)

@@ -70,6 +70,7 @@ class InputProcessor:
         arrival_time: float,
         priority: int = 0,
         cache_scope: str = "",
+        tenant: str = "",
     ) -> list[Request]:
         """One Request for each of params.n answers, numbered from `request_id`.
 
@@ -99,6 +100,7 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 cache_scope=cache_scope,
                 leader=requests[0] if requests else None,
+                tenant=tenant,
             )
             requests.append(request)
         self.limits.check(requests[0])
