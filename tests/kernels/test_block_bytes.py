@@ -11,11 +11,11 @@ from octavo.kernels.api import KVCache
 backends = pytest.mark.parametrize("backend", TEST_BACKENDS)
 
 
-def pool_of(backend: str, block_size: int) -> KVCache:
+def pool_of(backend: str, block_size: int, dtype: str = "auto") -> KVCache:
     """A small pool with other numbers in every slot."""
     kernels = kernels_of(backend)
     pool = kernels.allocate_kv_cache(
-        num_layers=3, num_blocks=5, block_size=block_size, num_kv_heads=2, head_dim=18
+        num_layers=3, num_blocks=5, block_size=block_size, num_kv_heads=2, head_dim=18, dtype=dtype
     )
     slots = np.arange(5 * block_size, dtype=np.int32)
     rng = np.random.default_rng(block_size)
@@ -35,7 +35,11 @@ def block(pool: KVCache, block_id: int) -> bytes:
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
 def test_a_saved_block_comes_back_bit_for_bit(backend: str, block_size: int) -> None:
     """R34, R98: in all layers, into another block, and no other block is touched."""
-    pool = pool_of(backend, block_size)
+    for dtype in ("auto", *kernels_of(backend).kv_cache_dtypes):
+        check(pool_of(backend, block_size, dtype))
+
+
+def check(pool: KVCache) -> None:
     before = [block(pool, i) for i in range(5)]
     assert len(set(before)) == 5
     saved = np.empty(pool.block_nbytes, np.uint8)

@@ -155,7 +155,9 @@ def test_a_plan_that_schedules_nothing_computes_nothing(runner: ModelRunner) -> 
 
 
 def test_the_local_executor_computes_at_submit(runner: ModelRunner, backend: str) -> None:
-    executor: Executor = LocalExecutor(runner, max_model_len=64, report={"backend": "x"})
+    executor: Executor = LocalExecutor(
+        runner, max_model_len=64, report={"backend": "x"}, fingerprint=str
+    )
     assert (executor.num_kv_blocks, executor.max_model_len, executor.vocab_size) == (32, 64, 96)
     plan = SchedulerOutput(0, (start(0, [5]),), (ScheduledRequest(0, 0, 1, True, (0,)),), 1)
     handle = executor.submit(plan)

@@ -65,7 +65,7 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         runner,
         max_model_len=max_model_len,
         report=report,
-        fingerprint=lambda: fingerprint(checkpoint, kernels, model, config.cache.block_size),
+        fingerprint=lambda: fingerprint(config, checkpoint, kernels, model),
     )
 
 

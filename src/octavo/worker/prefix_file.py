@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +23,7 @@ import numpy as np
 
 from .. import __version__
 from ..checkpoint import Checkpoint
+from ..config import EngineConfig
 from ..kernels.api import Kernels
 from ..messages import KeptRun
 from ..models.registry import Model
@@ -38,10 +40,14 @@ class _Untrusted(Exception):
     """Why a file is not used."""
 
 
-def fingerprint(checkpoint: Checkpoint, kernels: Kernels, model: Model, block_size: int) -> str:
+def fingerprint(
+    config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels, model: Model
+) -> str:
     """Of all that decides what the bytes of stored K/V mean: model file, its shape and rope,
     number format, layout, instruction-set level, and the very code of kernels and models."""
-    digest = blake2b(f"{__version__} {block_size} {checkpoint.config}".encode())
+    layout = (config.cache.block_size, config.cache.kv_cache_dtype)
+    backend = replace(config.backend, threads=None)
+    digest = blake2b(f"{__version__} {layout} {backend} {checkpoint.config}".encode())
     described = {key: value for key, value in kernels.describe().items() if key != "threads"}
     digest.update(f"{described} {np.__version__}".encode())
     digest.update(model.cos_sin_cache.tobytes())
