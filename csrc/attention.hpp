@@ -139,14 +139,15 @@ struct AttentionTask {
             pairs[0][i] = scales[0][i / 2];
         }
         auto put = [&](const std::int8_t* from, const float* scale, B* to) {
-            float row[2 * kUnit];
-            for (i64 i = 0; i < 2 * kUnit; ++i) row[i] = static_cast<float>(from[i]) * scale[i];
-            for (i64 i = 0; i < 2 * kUnit; i += VF::W) store(to + i, load(row + i));
+            for (i64 i = 0; i < 2 * kUnit; i += VF::W) {
+                store(to + i, mul(load(from + i), load(scale + i)));
+            }
         };
         for (i64 pair = 0; pair < kUnit / 2; ++pair) {
             for (i64 i = 0; i < 2 * kUnit; ++i) pairs[1][i] = scales[1][2 * pair + i % 2];
             const i64 begin = kUnit * dim + pair * 2 * dim;
-            for (i64 d = 0; d < 2 * dim; d += 2 * kUnit) put(q + begin + d, pairs[1], out + begin + d);
+            for (i64 d = 0; d < 2 * dim; d += 2 * kUnit)
+                put(q + begin + d, pairs[1], out + begin + d);
         }
         for (i64 d = 0; d < dim; d += 2) put(q + d * kUnit, pairs[0], out + d * kUnit);
     }
@@ -166,8 +167,7 @@ struct AttentionTask {
 
     const char* unit_at(const AttentionItem& of, i64 position) const {
         const i64 size = args.pool.block_size;
-        const i64 block =
-            args.block_table[of.request * args.block_table_stride + position / size];
+        const i64 block = args.block_table[of.request * args.block_table_stride + position / size];
         return args.pool.head(block, args.layer, of.kv_head) +
                position % size / kUnit * args.pool.unit_bytes();
     }

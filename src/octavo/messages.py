@@ -65,6 +65,9 @@ class SchedulerOutput(NamedTuple):
     transfers: tuple[Transfer, ...] = ()
     """Done in this order after the steps before and ahead of all that this one computes, as if
     by one hand: so a block given up here may be given away here (docs/decisions/0003)."""
+    masks: tuple[tuple[int, bytes], ...] = ()
+    """(row, which tokens may be sampled) of rows under a grammar: bit i % 8, the lowest first, of
+    byte i // 8 is token i. A row whose params have a grammar samples nothing without a mask."""
 
 
 class KeptRun(NamedTuple):
@@ -148,7 +151,7 @@ class TokenEvent(NamedTuple):
     """One for each new token if asked for, else empty."""
 
     finish_reason: str | None = None
-    """None while it runs; stop, length, abort or error."""
+    """None while it runs; stop, length, abort or error; complete: a grammar's "stop"."""
 
     stop_reason: int | None = None
     """The stop token id that ended it; None for the model's own end-of-sequence ids."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+SHUTTING_DOWN = "the server is shutting down"
+"""The error of an answer that a shutdown cut: no fault, and worth another try elsewhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -42,6 +45,8 @@ class StreamEvent:
     num_generated_tokens: int = 0
     """Tokens generated so far for this index, those not shown (a stop id) included."""
     num_cached_tokens: int = 0
+    refused: bool = False
+    """With an error: the request itself was at fault, and never ran."""
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from .errors import RequestError
+from .grammar_spec import GrammarSpec
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy (R72)."""
@@ -93,6 +94,9 @@ class SamplingParams:
     timeout: float | None = None
     """Seconds from arrival after which the answer ends as it is, with finish_reason timeout."""
 
+    grammar: GrammarSpec | None = None
+    """The form that the answer must have: GrammarSpec.json(schema), .regex(...) and so on."""
+
     def __post_init__(self) -> None:
         self._normalise()
         _check(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "a whole number, 1 to 128")
@@ -121,13 +125,15 @@ class SamplingParams:
             _is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS
         )
         _check(in_range, "logprobs", self.logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
+        in_range = self.timeout is None or (_is_real(self.timeout) and self.timeout > 0)
+        _check(in_range, "timeout", self.timeout, "a number of seconds above 0")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             _check(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
             )
-        in_range = self.timeout is None or (_is_real(self.timeout) and self.timeout > 0)
-        _check(in_range, "timeout", self.timeout, "a number of seconds above 0")
         self._check_lists()
+        valid = self.grammar is None or isinstance(self.grammar, GrammarSpec)
+        _check(valid, "grammar", self.grammar, "a GrammarSpec, such as GrammarSpec.json(schema)")
 
     def _normalise(self) -> None:
         """Accept what callers naturally write: a lone stop string, lists, a dict of biases."""

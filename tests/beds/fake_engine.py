@@ -19,7 +19,7 @@ from typing import Any
 from octavo.checkpoint import GenerationDefaults
 from octavo.config import EngineConfig
 from octavo.errors import EngineDead, QueueFull, RequestError, RequestTooLarge
-from octavo.outputs import Logprob, StreamEvent
+from octavo.outputs import SHUTTING_DOWN, Logprob, StreamEvent
 from octavo.sampling_params import SamplingParams
 
 SPECIALS = {256: "<|im_start|>", 257: "<|im_end|>", 258: "<s>"}
@@ -222,6 +222,7 @@ class FakeEngine:
         self.max_queued = max_queued
         self.tenants: list[str] = []
         self.step_delay = step_delay
+        self.pool_tokens = 1 << 20
         self.model_name = "fake/model"
         self.generation = GenerationDefaults(eos_token_ids=(257,), sampling=sampling or {})
         self.config = EngineConfig()
@@ -241,6 +242,9 @@ class FakeEngine:
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self._thread.start()
+
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        return min(self.max_model_len, self.pool_tokens) - num_prompt_tokens
 
     @property
     def num_live(self) -> int:
@@ -322,7 +326,7 @@ class FakeEngine:
         while self._live and (until is None or time.monotonic() < until):
             time.sleep(0.005)
         with self._wake:
-            self._end_all("error", "the server is shutting down")
+            self._end_all("error", SHUTTING_DOWN)
             self._wake.notify()
         self._thread.join()
 

@@ -228,3 +228,71 @@ def test_threads_are_no_matter(tmp_path: Path) -> None:
         return run(llm, [(prompt, params) for prompt in prompts])
 
     assert answers(1) == answers(2) == answers(3)
+
+
+SMALL_POOL: dict[str, Any] = {"num_kv_blocks": 34, "block_size": 4, "max_num_batched_tokens": 17}
+CACHED = {**SMALL_POOL, "enable_prefix_caching": True}
+HARD = {
+    "priority, static": {**CACHED, "scheduling_policy": "priority", "batching_mode": "static"},
+    "longest prefix, most generated": {
+        **CACHED,
+        "scheduling_policy": "longest_prefix",
+        "victim_policy": "most_generated",
+        "overtake_limit": 1,
+    },
+    "fair share, fewest generated, skips": {
+        **CACHED,
+        "scheduling_policy": "fair_share",
+        "victim_policy": "fewest_generated",
+        "skip_limit": 3,
+    },
+    "static with padding, two rows": {**CACHED, "batching_mode": "static", "max_num_seqs": 2},
+    "static without padding, no cache": {
+        **SMALL_POOL,
+        "batching_mode": "static_dropped",
+        "enable_prefix_caching": False,
+    },
+    "whole prompts, priority that ages": {
+        **CACHED,
+        "max_num_batched_tokens": 64,
+        "enable_chunked_prefill": False,
+        "scheduling_policy": "priority",
+        "priority_ageing_steps": 2,
+    },
+    "contiguous": {
+        **SMALL_POOL,
+        "num_kv_blocks": 70,
+        "kv_reservation": "contiguous",
+        "enable_prefix_caching": False,
+    },
+    "contiguous, static": {
+        **SMALL_POOL,
+        "num_kv_blocks": 70,
+        "kv_reservation": "contiguous",
+        "enable_prefix_caching": False,
+        "batching_mode": "static",
+    },
+    "one token a step, most generated": {
+        **CACHED,
+        "max_num_batched_tokens": 1,
+        "victim_policy": "most_generated",
+    },
+    "everything at once": {
+        **CACHED,
+        "num_kv_blocks": 33,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 5,
+        "scheduling_policy": "longest_prefix",
+        "victim_policy": "fewest_generated",
+        "batching_mode": "static",
+        "skip_limit": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+@given(workload=workloads())
+@settings(max_examples=3)
+def test_no_policy_moves_a_bit(engines: Engines, name: str, workload: Workload) -> None:
+    """R12, R32: orders, victims, batching modes and ways of taking memory: the same answers."""
+    assert run(engines(**HARD[name]), workload) == engines.alone(workload)

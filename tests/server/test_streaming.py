@@ -318,6 +318,18 @@ def test_a_fault_inside_a_stream_is_an_event_and_then_done(path: str) -> None:
     assert engine.metrics.num_errors == 1
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_text_that_was_held_back_comes_before_the_fault(path: str) -> None:
+    """C62: what may have become a stop string is sent when a fault ends the wait for it."""
+    pieces = [Piece("a", (97,)), Piece("held", (98,), error="boom")]
+    chunks = stream(AppClient(FakeEngine(scripted(*pieces))), path)
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") for choice in choices]
+    assert texts == ["a", "held"]
+    assert all(choice["finish_reason"] is None for choice in choices)
+    assert chunks[-1]["error"]["message"] == "boom"
+
+
 def test_a_fault_in_one_of_many_prompts_ends_the_request() -> None:
     """C62: nothing is left running for nobody."""
 

@@ -201,11 +201,7 @@ def test_max_tokens_is_a_positive_whole_number(client: AppClient, max_tokens: An
         ("best_of", 2),
         ("bad_words", ["the"]),
         ("prompt_logprobs", 0),
-        ("structured_outputs", {"choice": ["a"]}),
-        ("guided_json", {}.fromkeys(["type"], "object")),
-        ("guided_regex", "a+"),
-        ("guided_choice", ["a"]),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "structural_tag"}),
         ("logprob_token_ids", [4]),
         ("chat_template", "{{ messages }}"),
     ],
@@ -218,20 +214,6 @@ def test_what_would_change_the_answer_is_refused_until_it_is_built(
     assert_refused(client.complete(**{field: value, name: 2}), field, "not supported yet")
     if field != "best_of":
         assert_refused(client.chat(**{field: value, name: 2}), field, "not supported yet")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"tools": [{"type": "function"}]},
-        {"tools": [{"type": "function"}], "tool_choice": "auto"},
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-    ],
-)
-def test_tools_are_refused_until_they_are_built(client: AppClient, body: Any) -> None:
-    """C77's kind: never prose where a call was required."""
-    assert client.chat(**body).status_code == 400
 
 
 @pytest.mark.parametrize(

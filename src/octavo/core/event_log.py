@@ -29,6 +29,8 @@ class Reason(Enum):
     """Not admitted: the first of its n answers still computes their prompt. (tokens to come)"""
     BATCHING_MODE = "batching_mode"
     """Not admitted: the batching mode lets nobody join now. (running)"""
+    GRAMMAR_PENDING = "grammar_pending"
+    """Not queued yet: its grammar is being compiled. ()"""
     ADMITTED = "admitted"
     """Waiting -> running. (known tokens, tokens found in the prefix cache)"""
     RESUMED = "resumed"

@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 
 from ..config import CacheConfig, SchedulerConfig
 from ..messages import (
+    KeptRun,
     NewRequest,
     ScheduledRequest,
     SchedulerOutput,
@@ -190,6 +191,10 @@ class Scheduler:
         if entry is not None:  # it was placed in this very step (C7)
             draft.budget += entry.num_new_tokens
         self._preempt(victim, needy)
+
+    def import_prefixes(self, runs: list[KeptRun]) -> None:
+        """Begin with cached prefixes that the tiers hold already."""
+        self.kv.import_prefixes(runs)
 
     def preempt(self, request_id: int) -> bool:
         """Make a running request yield its blocks between two steps; False if it doesn't run."""

@@ -57,14 +57,17 @@ class TextStream:
         """Take what the scheduler reports about this answer; returns what can be shown now.
 
         With finish_reason "stop" the last token is the end-of-sequence or stop id, which is not
-        text. A stop string that is found here ends the answer: finish_reason is "stop" and
-        stop_reason the string, and whatever comes later is ignored.
+        text; with "complete" it is text that completes a grammar. A stop string that is found
+        here ends the answer: finish_reason is "stop" and stop_reason the string, and whatever
+        comes later is ignored.
         """
         shown = _Shown([], [], [])
         if self._finished:
             return Piece("", (), (), None, None)
         if finish_reason == "stop":
             token_ids = token_ids[:-1]
+        elif finish_reason == "complete":
+            finish_reason = "stop"
         for i, token_id in enumerate(token_ids):
             self._unshown.append((token_id, logprobs[i] if logprobs else None))
             for run in self._detokenizer.push(token_id):

@@ -32,8 +32,8 @@ class Sampler:
 
     0. NaN logits become impossible; a row with no finite or +inf logit left is a fault (C37)
     1. raw logprobs snapshot, for rows that ask (R67)
-    2. allow-list, block-list (end-of-sequence and stop ids before min_tokens), logit_bias,
-       penalties (R69-R71)
+    2. grammar mask, allow-list, block-list (end-of-sequence and stop ids before min_tokens),
+       logit_bias, penalties (R69-R71)
     3. greedy rows take the argmax here and skip the rest (R72, R73)
     4. temperature (R74, R75)
     5. min_p (R76-R78)
@@ -91,8 +91,8 @@ class Sampler:
             best = int(logits.argmax())
             if logits[best] == -np.inf:
                 raise _NothingToSample(
-                    "no token is left to sample: allowed_token_ids, min_tokens, stop ids and "
-                    "logit_bias together bar them all"
+                    "no token is left to sample: grammar, allowed_token_ids, min_tokens, stop ids "
+                    "and logit_bias together bar them all"
                 )
         token_id = best if params.greedy else self._draw(logits, best, state)
         return SampledToken(state.row, token_id, raw.of(token_id) if raw else None)

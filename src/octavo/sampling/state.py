@@ -65,6 +65,7 @@ class RowState:
         "bias_ids",
         "bias_values",
         "ending_ids",
+        "mask",
         "num_prompt_tokens",
         "num_tokens",
         "output_counts",
@@ -88,6 +89,8 @@ class RowState:
         self.allowed_ids: Array | None = None
         if params.allowed_token_ids is not None:
             self.allowed_ids = token_array(params.allowed_token_ids)
+        self.mask: bytes | None = None
+        """Packed tokens that the grammar allows, for one step: used up by it."""
         bias: dict[int, float] = {}
         for token_id, value in params.logit_bias:
             if token_id < _MAX_TOKEN_ID:

@@ -96,6 +96,10 @@ class Engine(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Output tokens that the engine's limits leave to a prompt; below 1: none."""
+        ...
+
     @property
     def tokenizer(self) -> Tokenizer: ...
 

@@ -53,10 +53,10 @@ class ModelRunner:
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Compute one step. A row that fails is reported in `faults`, and the rest go on."""
+        lost, moved = self.tiers.move(plan.transfers) if plan.transfers else (set[int](), ())
         for new in plan.starts:
             self.input_batch.start(new)
             self.row_states[new.row] = self._start(new)
-        lost, moved = self.tiers.move(plan.transfers) if plan.transfers else (set[int](), ())
         if not plan.scheduled:
             return StepResult(plan.step, (), (), Timing(0, 0, moved) if moved else None)
         start = perf_counter()
@@ -64,6 +64,10 @@ class ModelRunner:
         batch = self.input_batch.build(plan)
         logits = self.forward(batch, self.kv_cache, self.arena)
         rows = [s.row for s in plan.scheduled if s.samples]
+        for row, mask in plan.masks:
+            state = self.row_states[row]
+            if not isinstance(state, RowFault):
+                state.mask = mask
         sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
         compute_us = round((perf_counter() - start) * 1e6)
         timing = Timing(plan.num_scheduled_tokens, compute_us, moved)

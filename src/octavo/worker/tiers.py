@@ -60,30 +60,44 @@ class Tiers:
         """Do these in order. Returns blocks that could not be loaded, and what it took."""
         lost: set[int] = set()
         took: dict[tuple[str, int], tuple[int, float]] = {}
-        for kind, source, target in transfers:
-            if kind == "copy":
-                self.kv_cache.save_block(source, self._block)
-                self.kv_cache.restore_block(target, self._block)
-                continue
-            start = perf_counter()
-            if kind == "store":
-                self._store(source, target)
-            elif not self._load(source, target):
-                lost.add(target)
-            tier = int((target if kind == "store" else source) >= self.num_slots[0])
-            num_blocks, seconds = took.get((kind, tier), (0, 0.0))
-            took[kind, tier] = (num_blocks + 1, seconds + perf_counter() - start)
+        at = 0
+        try:
+            for at, (kind, source, target) in enumerate(transfers):  # noqa: B007
+                start = perf_counter()
+                if not self._move(kind, source, target):
+                    lost.add(target)
+                if kind == "copy":
+                    continue
+                tier = int((target if kind == "store" else source) >= self.num_slots[0])
+                num_blocks, seconds = took.get((kind, tier), (0, 0.0))
+                took[kind, tier] = (num_blocks + 1, seconds + perf_counter() - start)
+        except BaseException:  # Ctrl-C: what was not stored must not be read
+            self._bad_slots |= {target for kind, _, target in transfers[at:] if kind == "store"}
+            raise
         moved = (Moved(*key, num, round(seconds * 1e6)) for key, (num, seconds) in took.items())
         return lost, tuple(moved)
+
+    def _move(self, kind: str, source: int, target: int) -> bool:
+        """Whether the target can be read afterwards."""
+        if kind == "store":
+            self._store(source, target)
+            return True
+        if kind == "load":
+            return self._load(source, target)
+        self.kv_cache.save_block(source, self._block)
+        self.kv_cache.restore_block(target, self._block)
+        return True
 
     def read(self, place: int, in_tier: bool) -> Array | None:
         """A block of the pool, or of a slot; valid until the next call. None: unreadable."""
         if not in_tier:
             self.kv_cache.save_block(place, self._block)
+        elif place in self._bad_slots:
+            return None
         elif place < self.num_slots[0]:
             row: Array = self._ram[place]
             return row
-        elif place in self._bad_slots or not self._read(place, self._block):
+        elif not self._read(place, self._block):
             return None
         return self._block
 

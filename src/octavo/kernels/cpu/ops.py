@@ -13,6 +13,7 @@ from ..api import Arena, Array, Forward, KVCache, Linear, StepBatch
 from ..arena import NumpyArena
 from . import _native
 from .capture import Captured, CapturedForward, CaptureError, Recorder, TracingArena
+from .pages import describe_huge_pages
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)
@@ -51,6 +52,7 @@ class CpuKernels:
             "isa": self.isa,
             "threads": str(_native.num_threads()),
             "dtype": str(self.dtype),
+            "huge pages": describe_huge_pages(),
         }
 
     def make_arena(self) -> Arena:
