@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from .errors import RequestError
 
@@ -18,7 +19,8 @@ BOUNDED_WHITESPACE = r"[ \n\t]{0,16}"
 """Between the parts of JSON where a caller frees it: endless blanks are valid JSON, too."""
 
 
-class GrammarSpec(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
     """Make one by json(), regex(), choice() or lark(). Each raises RequestError."""
 
     kind: str

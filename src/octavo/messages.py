@@ -31,6 +31,10 @@ class NewRequest(NamedTuple):
     eos_token_ids: tuple[int, ...]
     """The model's end-of-sequence ids (masked by the sampler before min_tokens)."""
 
+    num_prompt_logprobs: int = 0
+    """Prompt log probabilities that are known already, of prompt tokens 1, 2, ..., where
+    params.prompt_logprobs asks for them."""
+
 
 class ScheduledRequest(NamedTuple):
     """One request's part of a step: positions [num_computed_tokens, + num_new_tokens)."""
@@ -84,16 +88,20 @@ class KeptRun(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Raw log probabilities at one sampled position (R67): before penalties and temperature."""
+    """Log probabilities at one position: raw (R67), before penalties and temperature, or as
+    SamplingParams.logprobs_mode says."""
 
     logprob: float
-    """Of the sampled token; the same bits as its entry in `top`, when it is there."""
+    """Of the token that stands here; the same bits as its entry in `top`, when it is there."""
 
     rank: int
     """1 = the most likely."""
 
     top: tuple[tuple[int, float], ...]
     """(token id, logprob) of the most likely tokens, best first; ties by id ascending."""
+
+    named: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of SamplingParams.logprob_token_ids, in that order."""
 
 
 class SampledToken(NamedTuple):
@@ -130,6 +138,13 @@ class Timing(NamedTuple):
     moved: tuple[Moved, ...] = ()
 
 
+class PromptLogprobs(NamedTuple):
+    """Log probabilities of the next prompt tokens of one row, in the order of the prompt."""
+
+    row: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class StepResult(NamedTuple):
     """What a step computed: one SampledToken or RowFault for each scheduled row that samples,
     in the order of the plan; a RowFault may also name a row that samples nothing."""
@@ -137,6 +152,7 @@ class StepResult(NamedTuple):
     step: int
     sampled: tuple[SampledToken, ...]
     faults: tuple[RowFault, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     timing: Timing | None = None
 
 

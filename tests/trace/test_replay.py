@@ -15,6 +15,7 @@ from octavo.cli.main import main
 from octavo.core.batching import BATCHING_MODES
 from octavo.core.preemption import VICTIM_POLICIES
 from octavo.core.waiting_orders import WAITING_ORDERS
+from octavo.grammar_spec import GrammarSpec
 from octavo.trace.record import RecordingScheduler
 from octavo.trace.replay import ReplayError, replay
 
@@ -164,3 +165,13 @@ def test_what_is_no_recording_is_refused(
     assert main(["replay", str(path)]) == 1
     assert main(["replay", str(tmp_path / "missing")]) == 1
     assert "can't be read" in capsys.readouterr().err
+
+
+def test_a_request_held_to_a_form_can_be_played() -> None:
+    """What the matcher decided is in the file as an end from outside; the form itself is not."""
+    bed, lines = recorded()
+    bed.add([1, 2, 3], 9, grammar=GrammarSpec.regex("a{3}"))
+    bed.step()
+    bed.scheduler.finish(0, "stop")
+    bed.run()
+    assert replay(lines).difference is None

@@ -40,7 +40,7 @@ class KVCacheManager:
         self.event_log = event_log
         self._pinned: dict[int, Node] = {}  # where each live request's cached path ends, by id
         # The head of the queue asks again in every step that it waits; the answer is kept until
-        # the tree changes (C113). Key: request id, known tokens, version of the tree.
+        # the tree changes (C113). Key: request id, reusable tokens, version of the tree.
         self._last_match: tuple[tuple[int, int, int], Match | None] = ((-1, -1, -1), None)
         self._transfers: list[Transfer] = []
 
@@ -72,12 +72,12 @@ class KVCacheManager:
         """The longest prefix of what `request` knows that is computed already, or None: in the
         cache, in the tiers, or in the blocks of a running leader.
 
-        At least one token is left to compute: only a computed token can be sampled from (C4).
+        No longer than the request allows, which wants at least one token computed (C4).
         """
-        key = (request.request_id, request.num_tokens, self.cache.version)
+        num_reusable = request.num_reusable_tokens
+        key = (request.request_id, num_reusable, self.cache.version)
         if self._last_match[0] != key:
-            max_tokens = request.num_tokens - 1
-            match = self.cache.match(request.token_ids, max_tokens, request.cache_scope)
+            match = self.cache.match(request.token_ids, num_reusable, request.cache_scope)
             self._last_match = (key, match)
         match, leader = self._last_match[1], request.leader
         if request.swapped is not None:
@@ -91,12 +91,14 @@ class KVCacheManager:
         leader = request.leader
         if leader is None or leader.status is not Status.RUNNING or request.num_output_tokens:
             return 0
+        if not request.num_reusable_tokens:
+            return 0
         return max(0, request.num_prompt_tokens - leader.num_computed_tokens)
 
     def _fork(self, request: Request, leader: Request, match: Match | None) -> Match | None:
         """Share the prompt that `leader` computed: its full blocks, and a copy of a begun one."""
         num_shared = min(leader.num_computed_tokens, request.num_prompt_tokens)
-        num_shared = min(num_shared, request.num_tokens - 1)
+        num_shared = min(num_shared, request.num_reusable_tokens)
         if num_shared <= (0 if match is None else match.num_tokens):
             return match
         num_full, num_rest = divmod(num_shared, self.block_size)
@@ -112,7 +114,9 @@ class KVCacheManager:
 
     def num_hit_blocks(self, request: Request) -> int:
         """Blocks that `request` would find in the cache now."""
-        match = self.cache.match(request.token_ids, request.num_tokens - 1, request.cache_scope)
+        match = self.cache.match(
+            request.token_ids, request.num_reusable_tokens, request.cache_scope
+        )
         return 0 if match is None else len(match.block_ids) + len(match.slots)
 
     def num_yielded(self, victims: Iterable[Request], match: Match | None) -> int:

@@ -87,6 +87,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         checkpoint.generation,
         vocab_size=executor.vocab_size,
         seed=config.seed,
+        check=executor.check,
     )
     for name, value in executor.describe().items():
         logger.info("%s: %s", name, value)

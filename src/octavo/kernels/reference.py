@@ -83,6 +83,7 @@ class ReferenceKernels:
 
     name = "reference"
     dtype = np.dtype(np.float32)
+    sampling = None
     kv_cache_dtypes = ("float32",)
 
     def describe(self) -> dict[str, str]:

@@ -26,6 +26,9 @@ def apply_constraints(logits: Array, state: RowState) -> bool:
     if state.ending_ids.size and state.num_output_tokens < state.params.min_tokens:
         block(logits, state.ending_ids)
         applied = True
+    if state.bad_words is not None:
+        block(logits, state.bad_words.barred_ids())
+        applied = True
     if state.bias_ids.size:
         add_bias(logits, state.bias_ids, state.bias_values)
         applied = True

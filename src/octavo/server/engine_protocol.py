@@ -50,6 +50,8 @@ class Tokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    def token_bytes(self, token_id: int) -> bytes: ...
+
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],

@@ -23,10 +23,10 @@ HARMLESS_FIELDS = frozenset(
 
 NOT_YET_FIELDS = frozenset(
     {
-        *("suffix", "use_beam_search", "bad_words", "prompt_logprobs", "logprob_token_ids"),
+        *("suffix", "use_beam_search"),
         *("thinking_token_budget", "repetition_detection", "return_prompt_text", "documents"),
         *("chat_template", "prompt_embeds", "functions", "function_call", "audio"),
-        *("web_search_options", "logits_processors"),
+        "web_search_options",
     }
 )
 """Known, but not built: refused unless the value asks for nothing (false, "", [], {})."""

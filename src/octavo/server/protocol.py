@@ -20,7 +20,8 @@ from .tools import Tools, parse_tools
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
-    *("allowed_token_ids", "timeout"),
+    *("allowed_token_ids", "bad_words", "logprobs_mode", "logprob_token_ids", "prompt_logprobs"),
+    "timeout",
 )
 """Passed on as they are: SamplingParams checks them."""
 
@@ -48,6 +49,8 @@ class GenerateRequest:
     truncate_left: bool = True
     return_token_ids: bool = False
     tokens_as_ids: bool = False
+    prompt_logprobs: int | None = None
+    """Alternatives at each prompt token, in vLLM's form; None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class CompletionRequest(GenerateRequest):
 
     prompts: list[str] | list[list[int]]
     echo: bool = False
+    logprobs: int | None = None
+    """Alternatives at each token; with echo, of the prompt too."""
     add_special_tokens: bool = True
 
 
@@ -81,16 +86,17 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     logprobs = fields.integer("logprobs")
     if logprobs is not None:
         sampling["logprobs"] = logprobs
-        if echo:
-            raise RequestError("echo together with logprobs is not supported yet", param="echo")
-    if sampling["max_tokens"] == 0 and not echo:
-        text = "max_tokens is 0: nothing to generate; only echo=true may ask for that"
+        if echo and 0 <= logprobs <= MAX_LOGPROBS:
+            sampling["prompt_logprobs"] = max(logprobs, shared["prompt_logprobs"] or 0)
+    if sampling["max_tokens"] == 0 and not echo and shared["prompt_logprobs"] is None:
+        text = "max_tokens is 0: nothing to generate; only echo or prompt_logprobs may ask for that"
         raise RequestError(text, param="max_tokens")
     _check_best_of(fields.integer("best_of"), sampling.get("n", 1))
     request = CompletionRequest(
         **shared,
         prompts=parse_prompt(fields.take("prompt")),
         echo=echo,
+        logprobs=logprobs,
         add_special_tokens=fields.flag("add_special_tokens", default=True),
     )
     fields.log_unknown()
@@ -156,6 +162,9 @@ def _shared(fields: Fields) -> dict[str, Any]:
     for name in SAMPLING_FLAGS:
         if fields.take(name) is not None:
             sampling[name] = fields.flag(name)
+    processors = fields.mapping("logits_processors")
+    if processors:
+        sampling["logits_processors"] = processors
     bias = fields.mapping("logit_bias")
     if bias:
         sampling["logit_bias"] = _logit_bias(bias)
@@ -163,6 +172,10 @@ def _shared(fields: Fields) -> dict[str, Any]:
     if grammar is not None:
         sampling["grammar"] = grammar
     stream = fields.flag("stream")
+    prompt_logprobs = fields.integer("prompt_logprobs")
+    if prompt_logprobs is not None and stream:
+        text = "prompt_logprobs are not sent with stream=true; echo with logprobs is"
+        raise RequestError(text, param="prompt_logprobs")
     options = Fields(fields.mapping("stream_options"))
     if options.body and not stream:
         raise RequestError("stream_options needs stream=true", param="stream_options")
@@ -179,6 +192,7 @@ def _shared(fields: Fields) -> dict[str, Any]:
         "truncate_left": _truncation_side(fields.string("truncation_side")),
         "return_token_ids": fields.flag("return_token_ids"),
         "tokens_as_ids": fields.flag("return_tokens_as_token_ids"),
+        "prompt_logprobs": prompt_logprobs,
     }
 
 

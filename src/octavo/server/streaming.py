@@ -18,10 +18,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestError
-from ..outputs import StreamEvent
+from ..outputs import Logprob, StreamEvent
 from .answer import Answer, PromptEvent
 from .errors import ended_by, to_api_error, unavailable
-from .logprobs import chat_logprobs, completion_logprobs
+from .logprobs import chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
 from .parts import AnswerForm, AnswerParser, Parts
 from .protocol import GenerateRequest
 from .translate import Job
@@ -186,10 +186,11 @@ class ResponseBuilder:
         state = self.states[index]
         first = not state.started
         text = event.text
+        offset = state.num_chars
         if first:
             state.started = True
             text = self.jobs[prompt].echo + text
-        offset = state.num_chars
+            offset = len(self.jobs[prompt].echo)
         state.num_chars += len(text)
         state.num_generated = event.num_generated_tokens
         if event.index == 0:
@@ -198,6 +199,8 @@ class ResponseBuilder:
         if self.wants_logprobs:
             as_ids = self.request.tokens_as_ids
             logprobs = self.shape.logprobs(event, offset, state.num_chars, as_ids=as_ids)
+            if first and event.prompt_logprobs is not None:
+                self._echo_logprobs(self.jobs[prompt], event.prompt_logprobs, logprobs)
         parts, reason = Parts(text), event.finish_reason
         if state.parser is not None:
             parts = state.parser.push(text, final=reason is not None)
@@ -206,11 +209,27 @@ class ResponseBuilder:
         choice["finish_reason"] = reason
         if event.finish_reason is not None:
             choice["stop_reason"] = event.stop_reason
+        num_top = self.request.prompt_logprobs
+        if num_top is not None and event.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(event.prompt_logprobs, num_top)
         if self.request.return_token_ids:
             choice["token_ids"] = event.token_ids
             if first and isinstance(self.shape, CompletionShape):
                 choice["prompt_token_ids"] = self.streams[prompt].prompt_token_ids
         return choice
+
+    def _echo_logprobs(
+        self, job: Job, entries: Sequence[Logprob | None], logprobs: dict[str, Any]
+    ) -> None:
+        """Put those of the prompt before those of the answer, where it is echoed."""
+        if job.first_token is None:
+            return
+        num_top, as_ids = job.params.logprobs or 0, self.request.tokens_as_ids
+        echoed = echoed_logprobs(
+            job.first_token, entries[1:], job.echo, num_top=num_top, as_ids=as_ids
+        )
+        for name, values in echoed.items():
+            logprobs[name] = values + logprobs[name]
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far: each prompt counts once, each of its n answers by itself."""
@@ -309,6 +328,9 @@ async def plain_response(events: Events, answer: Answer, builder: ResponseBuilde
     for choice in choices:
         shape.end(choice)
     body = {**builder.envelope, "object": shape.plain_object, "choices": choices}
+    if isinstance(shape, ChatShape) and "prompt_logprobs" in choices[0]:
+        scores = [choice.pop("prompt_logprobs") for choice in choices]
+        body["prompt_logprobs"] = scores[0]  # of the one prompt, whatever n is
     return JsonResponse({**body, "usage": builder.usage()})
 
 
@@ -321,7 +343,7 @@ def fold(shape: Shape, choice: dict[str, Any], chunk: dict[str, Any]) -> None:
         lists = choice.setdefault("logprobs", {})
         for name, values in chunk["logprobs"].items():
             lists.setdefault(name, []).extend(values)
-    for name in ("finish_reason", "stop_reason", "prompt_token_ids"):
+    for name in ("finish_reason", "stop_reason", "prompt_token_ids", "prompt_logprobs"):
         if name in chunk:
             choice[name] = chunk[name]
     if "token_ids" in chunk:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import RequestError
+from ..outputs import Logprob
 from ..sampling_params import SamplingParams
 from .engine_protocol import Engine
 from .parts import END_THINK, THINK, AnswerForm
@@ -33,6 +34,9 @@ class Job(NamedTuple):
     params: SamplingParams
     echo: str = ""
     """Text to put in front of each answer."""
+
+    first_token: Logprob | None = None
+    """Where echo comes with logprobs: the prompt's first token, which has none."""
 
     num_truncated: int = 0
     """Prompt tokens cut away, since the client asked for that (C55)."""
@@ -65,7 +69,7 @@ async def chat_jobs(request: ChatRequest, engine: Engine) -> list[Job]:
     _check_room(len(kept), params.max_tokens, engine.max_model_len, "messages")
     form = _form_of(request, token_ids, engine)
     if form is not None and form.thinking and params.grammar is not None:
-        held = params.grammar._replace(thinking=form.thinking)
+        held = dataclasses.replace(params.grammar, thinking=form.thinking)
         params = dataclasses.replace(params, grammar=held)
     return [Job(kept, params, num_truncated=len(token_ids) - len(kept), form=form)]
 
@@ -131,7 +135,11 @@ async def completion_jobs(request: CompletionRequest, engine: Engine) -> list[Jo
             _check_room(len(kept), params.max_tokens, limit, "prompt")
             own = params
         echo = _echo_text(prompt, token_ids, kept, engine) if request.echo else ""
-        jobs.append(Job(kept, own, echo, len(token_ids) - len(kept)))
+        first = None
+        if request.echo and request.logprobs is not None:
+            text, data = engine.tokenizer.token_text(kept[0]), engine.tokenizer.token_bytes(kept[0])
+            first = Logprob(kept[0], text, data, 0.0)
+        jobs.append(Job(kept, own, echo, first, len(token_ids) - len(kept)))
     return jobs
 
 

@@ -99,7 +99,7 @@ class Player:
                     step,
                     sampled_tokens(sampled),
                     tuple(RowFault(*fault) for fault in faults),
-                    Timing(*as_tuples(timing[0])) if timing and timing[0] else None,
+                    timing=Timing(*as_tuples(timing[0])) if timing and timing[0] else None,
                 )
                 self.scheduler.update_from_output(self._plans.pop(step), result)
             case _:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..messages import KeptRun, SchedulerOutput, StepResult
+from ..sampling import processors
+from ..sampling_params import SamplingParams
 from .model_runner import ModelRunner
 from .prefix_file import load_prefixes, save_prefixes
 
@@ -51,6 +53,10 @@ class LocalExecutor:
         whole or not of this model and backend."""
         assert self._runner is not None, "closed"
         return load_prefixes(path, self._fingerprint(), self._runner.tiers)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise RequestError for logits processors that are unknown or set wrongly."""
+        processors.make(params, (), num_prompt=0, seed=0)
 
     def close(self) -> None:
         """Give back weights, pool, tiers and scratch memory; no step can be submitted any more."""

@@ -7,9 +7,18 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from ..kernels.api import Arena, Array, Forward
-from ..messages import NewRequest, RowFault, SampledToken, SchedulerOutput, StepResult, Timing
+from ..messages import (
+    NewRequest,
+    RowFault,
+    SampledToken,
+    SchedulerOutput,
+    StepResult,
+    Timing,
+    TokenLogprobs,
+)
 from ..models.registry import Model
 from .input_batch import InputBatch
+from .prompt_scores import PromptScores
 from .tiers import Tiers
 
 if TYPE_CHECKING:
@@ -22,6 +31,13 @@ class Sampler(Protocol):
     def sample(self, logits: Array, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:
         """One outcome for each row of logits [S, V] float32, which may be overwritten. A row
         that fails for whatever reason is a RowFault, never an exception."""
+        ...
+
+    def score(
+        self, logits: Array, token_ids: Sequence[int], num_tops: Sequence[int]
+    ) -> list[TokenLogprobs | None]:
+        """Raw log probabilities of prompt tokens [n] after logits [n, V], which may be
+        overwritten; None where the logits are no numbers."""
         ...
 
 
@@ -50,6 +66,9 @@ class ModelRunner:
         self.new_row_state = new_row_state
         self.row_states: dict[int, RowState | RowFault] = {}
         """By row; a RowFault where a request's state could not even be built."""
+        self.prompt_scores = PromptScores(
+            lambda *args: self.sampler.score(*args), input_batch.token_ids
+        )
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Compute one step. A row that fails is reported in `faults`, and the rest go on."""
@@ -57,12 +76,17 @@ class ModelRunner:
         for new in plan.starts:
             self.input_batch.start(new)
             self.row_states[new.row] = self._start(new)
+            self.prompt_scores.start(new)
         if not plan.scheduled:
-            return StepResult(plan.step, (), (), Timing(0, 0, moved) if moved else None)
+            return StepResult(plan.step, (), timing=Timing(0, 0, moved) if moved else None)
         start = perf_counter()
         self.arena.reset()
         batch = self.input_batch.build(plan)
-        logits = self.forward(batch, self.kv_cache, self.arena)
+        scores = self.prompt_scores.of_step(plan, batch)
+        if scores is None:
+            logits = self.forward(batch, self.kv_cache, self.arena)
+        else:
+            logits = self.model.forward(batch, self.kv_cache, self.arena, extra=scores.extra)
         rows = [s.row for s in plan.scheduled if s.samples]
         for row, mask in plan.masks:
             state = self.row_states[row]
@@ -71,12 +95,15 @@ class ModelRunner:
         sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
         compute_us = round((perf_counter() - start) * 1e6)
         timing = Timing(plan.num_scheduled_tokens, compute_us, moved)
-        if lost:
-            message = "K/V of this request could not be read back from the tier that kept them"
-            rows = [s.row for s in plan.scheduled if not lost.isdisjoint(s.new_block_ids)]
-            faults = (*faults, *(RowFault(row, message) for row in rows))
-            sampled = tuple(token for token in sampled if token.row not in rows)
-        return StepResult(plan.step, sampled, faults, timing)
+        prompt_logprobs, unscored = ((), ()) if scores is None else scores.results()
+        failed = {fault.row: fault for fault in (*unscored, *faults)}
+        for scheduled in plan.scheduled if lost else ():
+            if not lost.isdisjoint(scheduled.new_block_ids):
+                text = "K/V of this request could not be read back from the tier that kept them"
+                failed[scheduled.row] = RowFault(scheduled.row, text)
+                sampled = tuple(token for token in sampled if token.row != scheduled.row)
+        faults = tuple(failed.values())
+        return StepResult(plan.step, sampled, faults, prompt_logprobs, timing)
 
     def _start(self, new: NewRequest) -> RowState | RowFault:
         try:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from ...errors import ConfigError
-from ..api import Arena, Array, Forward, KVCache, Linear, StepBatch
+from ..api import Arena, Array, Forward, KVCache, Linear, SamplingKernels, StepBatch
 from ..arena import NumpyArena
 from . import _native
 from .capture import Captured, CapturedForward, CaptureError, Recorder, TracingArena
@@ -43,7 +43,9 @@ class CpuKernels:
         self.isa = level
         self.dtype: Any = dtype
         self.kv_cache_dtypes = (str(dtype), "int8")
-        self._ops: _native.Ops | Recorder = _native.Ops(level, dtype == FLOAT32)
+        native = _native.Ops(level, dtype == FLOAT32)
+        self._ops: _native.Ops | Recorder = native
+        self.sampling: SamplingKernels | None = native
 
     def describe(self) -> dict[str, str]:
         """What runs, for the start-up report."""
