@@ -91,7 +91,7 @@ class KVCacheManager:
         leader = request.leader
         if leader is None or leader.status is not Status.RUNNING or request.num_output_tokens:
             return 0
-        if not request.num_reusable_tokens:
+        if request.num_reusable_tokens < request.num_tokens - 1:  # it scores its prompt itself
             return 0
         return max(0, request.num_prompt_tokens - leader.num_computed_tokens)
 
