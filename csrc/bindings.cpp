@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <optional>
 #include <string>
 
@@ -23,6 +24,8 @@ namespace {
 
 using In = nb::ndarray<nb::ro, nb::device::cpu>;
 using Out = nb::ndarray<nb::device::cpu>;
+using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Indices = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 using Index = nb::ndarray<const std::int32_t, nb::device::cpu>;
@@ -155,6 +158,27 @@ public:
         }
     }
 
+    i64 block_nbytes() const { return pool.num_layers * pool.block_bytes(); }
+
+    // A block as it lies in the pool, layer after layer: to be kept elsewhere and put back.
+    void save_block(i64 block, const Bytes& out) const {
+        require_bytes(block, static_cast<i64>(out.shape(0)));
+        const auto size = static_cast<std::size_t>(pool.block_bytes());
+        for (i64 layer = 0; layer < pool.num_layers; ++layer) {
+            std::memcpy(out.data() + static_cast<std::size_t>(layer) * size,
+                        pool.head(block, layer, 0), size);
+        }
+    }
+
+    void restore_block(i64 block, const ConstBytes& data) {
+        require_bytes(block, static_cast<i64>(data.shape(0)));
+        const auto size = static_cast<std::size_t>(pool.block_bytes());
+        for (i64 layer = 0; layer < pool.num_layers; ++layer) {
+            std::memcpy(pool.head(block, layer, 0),
+                        data.data() + static_cast<std::size_t>(layer) * size, size);
+        }
+    }
+
 private:
     // Every number 127 with the scale that gives `value`.
     void fill_i8(char* block, float value) {
@@ -191,6 +215,14 @@ private:
     void require_inside(i64 layer, i64 block) const {
         if (layer < 0 || layer >= pool.num_layers) throw nb::index_error("layer is out of range");
         if (block < 0 || block >= pool.num_blocks) throw nb::index_error("block is out of range");
+    }
+
+    void require_bytes(i64 block, i64 size) const {
+        require_inside(0, block);
+        if (size != block_nbytes()) {
+            fail("a block has " + std::to_string(block_nbytes()) + " bytes, not " +
+                 std::to_string(size));
+        }
     }
 
     nb::object read(i64 layer, i64 block, bool value, i64 size) const {
@@ -508,6 +540,9 @@ NB_MODULE(_native, m) {
         .def_prop_ro("num_blocks", [](const KVCache& c) { return c.pool.num_blocks; })
         .def_prop_ro("block_size", [](const KVCache& c) { return c.pool.block_size; })
         .def_prop_ro("nbytes", &KVCache::nbytes)
+        .def_prop_ro("block_nbytes", &KVCache::block_nbytes)
+        .def("save_block", &KVCache::save_block, "block_id"_a, "out"_a)
+        .def("restore_block", &KVCache::restore_block, "block_id"_a, "data"_a)
         .def("read_block", &KVCache::read_block, "layer"_a, "block_id"_a)
         .def("fill_block", &KVCache::fill_block, "block_id"_a, "value"_a);
 

@@ -59,8 +59,24 @@ class CacheConfig:
     """Element type of cached K and V: auto (that of the backend), bfloat16, float32, or int8 with
     one scale per token and head (half of bfloat16's memory; answers differ a little)."""
 
+    ram_tier_memory: int = 0
+    """Bytes of RAM below the KV pool, for K/V of preempted requests (see preemption_mode) and for
+    cached prefixes that would be evicted. 0: none."""
+
+    file_tier_memory: int = 0
+    """Bytes of a temporary file that is used like ram_tier_memory once that is full. 0: none."""
+
+    file_tier_dir: str | None = None
+    """Folder of that file. Default: the system's folder for temporary files."""
+
+    prefix_cache_file: str | None = None
+    """File in which cached prefixes outlive the process: written when the engine closes, read into
+    the tiers (see ram_tier_memory) when it starts. It holds the tokens of prompts and answers."""
+
     def __post_init__(self) -> None:
         _check_types(self)
+        for name in ("ram_tier_memory", "file_tier_memory"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more bytes")
         _require(
             self.block_size >= 1 and not self.block_size & (self.block_size - 1),
             "block_size",
@@ -157,7 +173,12 @@ class SchedulerConfig:
     or fewest_generated. auto: lowest_priority under priority, else last_arrived."""
 
     preemption_mode: str = "recompute"
-    """What happens to the K/V of a preempted request: recompute."""
+    """What happens to the K/V of a preempted request: recompute (dropped, computed again), swap
+    (kept in a tier below the pool, see ram_tier_memory), threshold (short ones are recomputed), or
+    auto (what measured rates say is quicker). Where the tiers are full: recompute."""
+
+    swap_threshold: int = 128
+    """Computed tokens below which preemption_mode threshold recomputes."""
 
     batching_mode: str = "continuous"
     """When requests join and leave the batch: continuous (in any step), or, as baselines to
@@ -168,6 +189,7 @@ class SchedulerConfig:
         _check_types(self)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.swap_threshold >= 0, "swap_threshold", self.swap_threshold, "at least 0")
         for name in ("max_num_scheduled_tokens", "max_model_len"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
@@ -271,6 +293,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        has_tier = self.cache.ram_tier_memory or self.cache.file_tier_memory
+        _require(
+            bool(has_tier) or self.scheduler.preemption_mode not in ("swap", "threshold", "auto"),
+            "preemption_mode",
+            self.scheduler.preemption_mode,
+            "recompute, or set ram_tier_memory (or file_tier_memory): there is no tier to swap to",
+        )
+        _require(
+            bool(has_tier) or self.cache.prefix_cache_file is None,
+            "prefix_cache_file",
+            self.cache.prefix_cache_file,
+            "used with ram_tier_memory or file_tier_memory, into which it is read",
+        )
 
 
 PARTS: dict[str, type] = {

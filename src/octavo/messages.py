@@ -49,6 +49,16 @@ class ScheduledRequest(NamedTuple):
     """Appended to the row's block table; most decode steps need none. At a start: all blocks."""
 
 
+class Transfer(NamedTuple):
+    """One block of K/V, over all layers, that moves."""
+
+    kind: str
+    """copy: block to block. store: block to a slot of a tier. load: slot to block."""
+
+    source: int
+    target: int
+
+
 class SchedulerOutput(NamedTuple):
     """A step's plan."""
 
@@ -56,9 +66,25 @@ class SchedulerOutput(NamedTuple):
     starts: tuple[NewRequest, ...]
     scheduled: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: int
+    transfers: tuple[Transfer, ...] = ()
+    """Done in this order after the steps before and ahead of all that this one computes, as if
+    by one hand: so a block given up here may be given away here (docs/decisions/0003)."""
     masks: tuple[tuple[int, bytes], ...] = ()
     """(row, which tokens may be sampled) of rows under a grammar: bit i % 8, the lowest first, of
     byte i // 8 is token i. A row whose params have a grammar samples nothing without a mask."""
+
+
+class KeptRun(NamedTuple):
+    """A run of cached blocks, as the prefix cache outlives a process."""
+
+    scope: str
+    parent: int
+    """Index of the run that it follows; -1 at the beginning of a prompt."""
+    token_ids: tuple[int, ...]
+    """Of whole blocks."""
+    places: tuple[int, ...]
+    """A block of the pool for each of them, or a slot."""
+    in_tier: bool
 
 
 class TokenLogprobs(NamedTuple):
@@ -93,6 +119,25 @@ class RowFault(NamedTuple):
     message: str
 
 
+class Moved(NamedTuple):
+    """Blocks that a step stored to a tier or loaded from it, together."""
+
+    kind: str
+    """store or load."""
+    tier: int
+    """0 is RAM, 1 the file."""
+    num_blocks: int
+    us: int
+
+
+class Timing(NamedTuple):
+    """What a step took, in microseconds, for estimates."""
+
+    num_tokens: int
+    compute_us: int
+    moved: tuple[Moved, ...] = ()
+
+
 class PromptLogprobs(NamedTuple):
     """Log probabilities of the next prompt tokens of one row, in the order of the prompt."""
 
@@ -108,6 +153,7 @@ class StepResult(NamedTuple):
     sampled: tuple[SampledToken, ...]
     faults: tuple[RowFault, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    timing: Timing | None = None
 
 
 class TokenEvent(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from .messages import TokenLogprobs
 from .sampling_params import SamplingParams
@@ -20,6 +21,15 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class Swapped(NamedTuple):
+    """Where the K/V of a preempted request are kept."""
+
+    slots: list[int]
+    """Of the tier, a block each."""
+    num_tokens: int
+    """So many were computed."""
+
+
 class Request:
     """Mutable; owned by the scheduler from `add` until it finishes."""
 
@@ -29,6 +39,7 @@ class Request:
         "cache_scope",
         "eos_token_ids",
         "finish_reason",
+        "leader",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -43,6 +54,7 @@ class Request:
         "row",
         "seed",
         "status",
+        "swapped",
         "tenant",
         "token_ids",
     )
@@ -59,6 +71,7 @@ class Request:
         priority: int = 0,
         arrival_time: float = 0.0,
         cache_scope: str = "",
+        leader: Request | None = None,
         tenant: str = "",
     ) -> None:
         self.request_id = request_id
@@ -79,16 +92,21 @@ class Request:
         self.arrival_time = arrival_time
         self.cache_scope = cache_scope
         """Part of the prefix cache's key: no hits across scopes."""
+        self.leader = leader
+        """The first of the n answers to one prompt, for the others: it computes the prompt."""
 
         self.status = Status.WAITING
         self.num_computed_tokens = 0
         """Tokens whose K/V exist, prefix hits included (R4)."""
         self.num_cached_tokens = 0
-        """Of these, found in the prefix cache at the first admission (never own recomputes)."""
+        """Of these, found in the prefix cache at the first admission (never own recomputes, and
+        never what the first of n answers computed for the others)."""
         self.num_preemptions = 0
         self.num_passed_by = 0
         """Requests that were admitted past this one while it did not fit (skip_limit)."""
         self.block_ids: list[int] = []
+        self.swapped: Swapped | None = None
+        """While it is preempted and its K/V are kept."""
         self.row: int | None = None
         self.finish_reason: str | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []

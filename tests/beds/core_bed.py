@@ -28,6 +28,7 @@ class CoreBed:
         max_model_len: int = 10_000,
         scripts: Mapping[int, Sequence[int]] | None = None,
         faults: Mapping[int, int] | None = None,
+        num_slots: tuple[int, int] = (0, 0),
         **settings: object,
     ) -> None:
         in_cache = {f.name for f in fields(CacheConfig)}
@@ -40,9 +41,14 @@ class CoreBed:
             self.cache_config,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            num_slots=num_slots,
         )
         self.model = TapeModel(
-            num_blocks=num_blocks, block_size=block_size, scripts=scripts, faults=faults
+            num_blocks=num_blocks,
+            block_size=block_size,
+            scripts=scripts,
+            faults=faults,
+            num_slots=num_slots,
         )
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, TokenEvent] = {}
@@ -55,6 +61,7 @@ class CoreBed:
         max_tokens: int = 4,
         *,
         scope: str = "",
+        leader: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
         priority: int = 0,
         tenant: str = "",
@@ -69,6 +76,7 @@ class CoreBed:
             max_tokens=max_tokens,
             cache_scope=scope,
             eos_token_ids=eos_token_ids,
+            leader=None if leader is None else self.requests[leader],
             priority=priority,
             tenant=tenant,
         )

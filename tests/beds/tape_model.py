@@ -10,6 +10,7 @@ so it also shows when a resumed request takes its output for prompt (C14).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from octavo.messages import (
     ScheduledRequest,
     SchedulerOutput,
     StepResult,
+    Transfer,
 )
 
 MASK = 2**64 - 1
@@ -96,6 +98,7 @@ class TapeModel:
         vocab_size: int = 1000,
         scripts: Mapping[int, Sequence[int]] | None = None,
         faults: Mapping[int, int] | None = None,
+        num_slots: tuple[int, int] = (0, 0),
     ) -> None:
         self.num_kv_blocks = num_blocks
         self.block_size = block_size
@@ -103,21 +106,34 @@ class TapeModel:
         self.vocab_size = vocab_size
         self.scripts = dict(scripts or {})
         self.faults = dict(faults or {})
+        self.num_slots = self.num_tier_slots = num_slots
+        self.kept: dict[int, list[Slot | None]] = {}
+        """What is stored in each slot of the tiers."""
+        self.broken_slots: set[int] = set()
+        """Those that can't be read."""
         self.slots: list[Slot | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, TapeRow] = {}
         self.traces: list[StepTrace] = []
         self.max_block_id = -1
+        self.moves: Counter[str] = Counter()
+        self.lost: set[int] = set()
 
     def submit(self, plan: SchedulerOutput) -> StepResult:
         """Compute a step."""
         for start in plan.starts:
             self.rows[start.row] = TapeRow(start)
+        self.lost = set()
+        for transfer in plan.transfers:
+            self._move(transfer)
         for entry in plan.scheduled:
             self._write(entry)
         sampled: list[SampledToken] = []
         faults: list[RowFault] = []
         for entry in plan.scheduled:
             row = self.rows[entry.row]
+            if self.lost & set(entry.new_block_ids):
+                faults.append(RowFault(entry.row, "K/V could not be read back"))
+                continue
             self._read_back(entry, row)
             if self._fails(entry, row):
                 faults.append(RowFault(entry.row, "the tape tore"))
@@ -147,6 +163,24 @@ class TapeModel:
         """slot = block_table[position // block_size] * block_size + position % block_size."""
         block_index, offset = divmod(position, self.block_size)
         return row.block_table[block_index] * self.block_size + offset
+
+    def block(self, block_id: int) -> slice:
+        return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+    def _move(self, transfer: Transfer) -> None:
+        kind, source, target = transfer
+        self.moves[kind] += 1
+        if kind == "copy":
+            self.slots[self.block(target)] = self.slots[self.block(source)]
+        elif kind == "store":
+            assert target < sum(self.num_slots), "a tier is larger than its budget"
+            self.kept[target] = self.slots[self.block(source)]
+        else:
+            assert kind == "load"
+            self.slots[self.block(target)] = self.kept[source]
+            if source in self.broken_slots:
+                self.poison(target)
+                self.lost.add(target)
 
     def _write(self, entry: ScheduledRequest) -> None:
         row = self.rows[entry.row]

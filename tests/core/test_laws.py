@@ -6,80 +6,19 @@ TapeModel raises when any row reads a slot that is not its own history.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beds.core_bed import CoreBed
-from beds.core_bed import alone as compute_alone
+from beds.workloads import Work, run, workloads
 from octavo.core.batching import BATCHING_MODES
 from octavo.core.preemption import VICTIM_POLICIES
 from octavo.core.waiting_orders import WAITING_ORDERS
 
 FEWER = settings().max_examples // 3
 """Examples of the narrower laws; the profile sets how many (make fuzz: more)."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """One request: it arrives in a step, shares a prefix with others, and has its own tail."""
-
-    arrival_step: int
-    prompt: tuple[int, ...]
-    max_tokens: int
-    scope: str
-
-
-@st.composite
-def works(draw: st.DrawFn) -> Work:
-    stem = draw(st.integers(0, 2))
-    num_shared = draw(st.integers(0, 14))
-    tail = draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
-    return Work(
-        arrival_step=draw(st.integers(0, 12)),
-        prompt=(*range(stem * 100, stem * 100 + num_shared), *tail),
-        max_tokens=draw(st.integers(1, 12)),
-        scope=draw(st.sampled_from(["", "", "x"])),
-    )
-
-
-workloads = st.lists(works(), min_size=1, max_size=8)
-
-
-@cache
-def alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-    return compute_alone(prompt, max_tokens)
-
-
-def add(bed: CoreBed, work: Work) -> int:
-    """Priority and tenant follow from the prompt: most policies do not look at them."""
-    priority, tenant = work.prompt[-1], str(work.prompt[0])
-    return bed.add(work.prompt, work.max_tokens, scope=work.scope, priority=priority, tenant=tenant)
-
-
-def run(workload: list[Work], bed: CoreBed, meanwhile: Callable[[int], None] | None = None) -> None:
-    """Let each request arrive in its step, run to the end, and compare with the lone twins."""
-    work_of: dict[int, Work] = {}
-    queue = sorted(workload, key=lambda work: work.arrival_step)
-    for step in range(2000):
-        while queue and queue[0].arrival_step <= step:
-            work = queue.pop(0)
-            if work.max_tokens <= bed.scheduler.max_output_tokens(len(work.prompt)):
-                work_of[add(bed, work)] = work
-        if not queue and not bed.scheduler.has_unfinished():
-            break
-        bed.step()
-        if meanwhile is not None:
-            meanwhile(step)
-            bed.scheduler.audit()
-    assert not bed.scheduler.has_unfinished()
-    for request_id, work in work_of.items():
-        assert bed.outputs[request_id] == alone(work.prompt, work.max_tokens)
-    stats = bed.scheduler.stats()
-    assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
 
 
 @given(workloads, st.integers(5, 9), st.integers(1, 24), st.integers(1, 6), st.booleans())
@@ -139,7 +78,7 @@ def test_any_order_of_arrival_gives_the_same_answers(
 ) -> None:
     """Who came first decides when, never what."""
     shuffled = [workload[i] for i in order if i < len(workload)]
-    moved = [Work(i, work.prompt, work.max_tokens, work.scope) for i, work in enumerate(shuffled)]
+    moved = [replace(work, arrival_step=i) for i, work in enumerate(shuffled)]
     run(moved, CoreBed(num_blocks=8, max_num_batched_tokens=9))
 
 

@@ -27,7 +27,7 @@ def cache_with(*texts: str, block_size: int = 2) -> RadixCache:
 
 
 def hit(cache: RadixCache, text: str, scope: str = "") -> tuple[int, ...]:
-    match = cache.match(tokens(text), len(text) // cache.block_size, scope)
+    match = cache.match(tokens(text), len(text) // 2 * 2, scope)
     return () if match is None else match.block_ids
 
 
@@ -43,10 +43,35 @@ def test_longest_prefix_in_whole_blocks() -> None:
     assert hit(cache, "") == ()
 
 
+def test_a_prompt_that_parts_inside_a_block_finds_its_first_tokens() -> None:
+    """R34: the block that shares most of them, wherever it stands; never past the limit."""
+    cache = RadixCache(4)
+    cache.insert(tokens("aaaabbbb"), [0, 1], pin=False)
+    cache.insert(tokens("aaaabbcc"), [0, 2], pin=False)
+
+    def tail(text: str, max_tokens: int = 99) -> tuple[int, ...] | None:
+        match = cache.match(tokens(text), max_tokens)
+        if match is None:
+            return None
+        at = () if match.tail is None else match.tail
+        assert match.num_tokens == 4 * len(match.block_ids) + (at[1] if at else 0)
+        return (len(match.block_ids), *at)
+
+    assert tail("aaaabbb") == (1, 1, 3)
+    assert tail("aaaabbcx") == (1, 2, 3)
+    assert tail("aaaabbbb", 7) == (1, 1, 3)
+    assert tail("aaaabbbb", 4) == (1,)
+    assert tail("aaaax") == (1,)
+    assert tail("aax") == (0, 0, 2)
+    assert tail("aaaabbbb", 3) == (0, 0, 3)
+    assert tail("x") is None
+    assert cache.match(tokens("aax"), 3, "other scope") is None
+
+
 def test_the_limit_of_a_match_is_kept() -> None:
     """Callers leave a token to compute by asking for fewer blocks (C4)."""
     cache = cache_with("aabbcc")
-    match = cache.match(tokens("aabbcc"), 2)
+    match = cache.match(tokens("aabbcc"), 4)
     assert match is not None
     assert match.block_ids == (0, 1)
     assert cache.match(tokens("aabbcc"), 0) is None
@@ -78,7 +103,7 @@ def test_every_hit_holds_the_very_tokens_asked_for() -> None:
     for _ in range(2000):
         prompt = [rng.randrange(3) for _ in range(rng.randrange(2, 12))]
         num_blocks = len(prompt) // 2
-        match = cache.match(prompt, num_blocks)
+        match = cache.match(prompt, 2 * num_blocks)
         for i, block_id in enumerate(match.block_ids if match else ()):
             assert written[block_id] == tuple(prompt[: 2 * i + 2])
         block_ids = list(range(next_id, next_id + num_blocks))
@@ -115,7 +140,7 @@ def test_eviction_takes_a_chain_from_its_end() -> None:
 def test_least_recently_used_leaf_goes_first() -> None:
     """R116, and a hit makes a leaf recent again."""
     cache = cache_with("aabb", "aacc", "dd")
-    match = cache.match(tokens("aabb"), 2)
+    match = cache.match(tokens("aabb"), 4)
     assert match is not None
     cache.unpin(cache.pin(match))
     assert cache.evict(1) == [2], "aacc is the oldest leaf"
@@ -136,7 +161,7 @@ def test_looking_is_not_using() -> None:
 def test_nothing_in_use_is_evicted() -> None:
     """R116: a pinned path stays, its unpinned side branches go."""
     cache = cache_with("aabbcc", "aabbdd")
-    match = cache.match(tokens("aabbcc"), 3)
+    match = cache.match(tokens("aabbcc"), 6)
     assert match is not None
     node = cache.pin(match)
     cache.check()
@@ -166,7 +191,7 @@ def test_a_pin_survives_splits_above_it() -> None:
 def test_a_match_in_the_middle_of_an_edge_pins_only_that_far() -> None:
     """The rest of the edge can be evicted."""
     cache = cache_with("aabbccdd")
-    match = cache.match(tokens("aabbxx"), 3)
+    match = cache.match(tokens("aabbxx"), 6)
     assert match is not None
     assert match.num_evictable == 2
     cache.pin(match)
@@ -178,10 +203,10 @@ def test_a_match_in_the_middle_of_an_edge_pins_only_that_far() -> None:
 def test_a_match_counts_what_pinning_it_would_cost() -> None:
     """Blocks that somebody pins already are not taken from the evictable ones again."""
     cache = cache_with("aabbcc")
-    match = cache.match(tokens("aa"), 1)
+    match = cache.match(tokens("aa"), 2)
     assert match is not None
     cache.pin(match)
-    match = cache.match(tokens("aabbcc"), 3)
+    match = cache.match(tokens("aabbcc"), 6)
     assert match is not None
     assert match.num_evictable == 2
     before = cache.num_evictable
@@ -193,10 +218,10 @@ def test_the_eviction_queue_stays_small() -> None:
     """Hits push stale entries only up to a bound, and eviction still finds every leaf."""
     cache = cache_with("aa", "bb", "cc")
     for i in range(2000):
-        match = cache.match(tokens("abc"[i % 3] * 2), 1)
+        match = cache.match(tokens("abc"[i % 3] * 2), 2)
         assert match is not None
         cache.unpin(cache.pin(match))
-    assert len(cache._leaves) <= 64 + 2 * 3
+    assert len(cache._leaves[0]) <= 64 + 2 * 3
     cache.check()
     assert len(cache.evict(3)) == 3
 
@@ -219,8 +244,8 @@ def test_random_use_against_a_model() -> None:
             in_tree |= set(adopted)
             pinned += [node] if pin else []
         elif choice < 0.5:
-            match = cache.match(prompt, len(prompt) // 2, rng.choice("xy"))
-            if match is not None:
+            match = cache.match(prompt, len(prompt) // 2 * 2, rng.choice("xy"))
+            if match is not None and match.block_ids:
                 pinned.append(cache.pin(match))
         elif choice < 0.8 and pinned:
             cache.unpin(pinned.pop(rng.randrange(len(pinned))))
@@ -253,7 +278,7 @@ def test_check_sees_corruption() -> None:
         leaf(cache).pins += 1
 
     def lost_leaf(cache: RadixCache) -> None:
-        cache._leaves.clear()
+        cache._leaves[0].clear()
 
     def twice(cache: RadixCache) -> None:
         leaf(cache).block_ids[0] = 0

@@ -79,7 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_shared=st.integers(0, 17),
         tail=st.lists(st.integers(0, 1), max_size=4),
         max_tokens=st.integers(1, 16),
-        num_copies=st.integers(1, 2),
+        num_copies=st.integers(1, 3),
+        forked=st.booleans(),
         scope=st.sampled_from(["", "", "x"]),
         priority=st.integers(-1, 2),
     )
@@ -91,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail: list[int],
         max_tokens: int,
         num_copies: int,
+        forked: bool,
         scope: str,
         priority: int,
     ) -> None:
@@ -101,15 +103,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         refused = max_tokens > room
         if not self.scheduler.config.enable_chunked_prefill:
             refused = refused or len(prompt) > self.scheduler.config.token_budget
+        leader: int | None = None
         for _ in range(num_copies):
             if refused:
                 with pytest.raises(RequestTooLarge):
                     self.bed.add(prompt, max_tokens, scope=scope)
             else:
                 request_id = self.bed.add(
-                    prompt, max_tokens, scope=scope, priority=priority, tenant=str(stem)
+                    prompt,
+                    max_tokens,
+                    scope=scope,
+                    priority=priority,
+                    tenant=str(stem),
+                    leader=leader,
                 )
                 self.prompts[request_id] = prompt
+                leader = request_id if forked and leader is None else leader
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:

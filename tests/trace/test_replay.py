@@ -31,24 +31,27 @@ def recorded(**settings: Any) -> tuple[CoreBed, list[str]]:
         bed.cache_config,
         num_blocks=cache.pool.num_blocks,
         max_model_len=old.limits.max_model_len,
+        num_slots=bed.model.num_slots,
         write=lines.append,
     )
     return bed, lines
 
 
-def busy_run(**settings: Any) -> list[str]:
+def busy_run(*, forks: bool = False, **settings: Any) -> list[str]:
     """Preemptions, faults, aborts, stop ids, hits, priorities and tenants in a small pool."""
     bed, lines = recorded(
         num_blocks=12, max_num_batched_tokens=9, max_num_seqs=3, faults={3: 2}, **settings
     )
     for i in range(9):
-        stem = list(range(i % 3 * 100, i % 3 * 100 + 9))
+        like = 0 if forks and i == 1 else i
+        stem = list(range(like % 3 * 100, like % 3 * 100 + 9))
         bed.add(
-            [*stem, i],
+            [*stem, like],
             8 + i,
             priority=i % 2,
             tenant=str(i % 3),
             scope="x" * (i % 4 == 3),
+            leader=0 if forks and i == 1 else None,
             stop_token_ids=(7, 8),
             min_tokens=2,
         )
@@ -76,6 +79,18 @@ def test_a_replay_decides_the_same(policy: str, victim: str, mode: str) -> None:
     assert outcome.difference is None
     assert outcome.num_requests == 9
     assert outcome.num_steps == sum(json.loads(line)[0] == "plan" for line in lines) > 20
+
+
+@pytest.mark.parametrize("means", ["swap", "threshold", "auto", "recompute"])
+def test_a_replay_moves_the_same_blocks(means: str) -> None:
+    """Swaps, evictions into the tiers and forks: transfers are part of what is compared."""
+    lines = busy_run(forks=True, preemption_mode=means, swap_threshold=9, num_slots=(3, 9))
+    assert replay(lines).difference is None
+    plans = [json.loads(line)[1] for line in lines if json.loads(line)[0] == "plan"]
+    kinds = {transfer[0] for plan in plans for transfer in plan["transfers"]}
+    assert kinds >= {"copy", "store"}
+    before = replay([*lines[:1], *(line.replace('"store"', '"lost"') for line in lines[1:])])
+    assert "transfers was" in str(before.difference)
 
 
 def edited(lines: list[str], number: int, **settings: object) -> list[str]:
@@ -111,7 +126,7 @@ def test_a_changed_result_changes_what_follows() -> None:
     """Inputs are part of the recording: an answer that ends elsewhere is seen."""
     lines = busy_run()
     at = next(i for i, line in enumerate(lines) if line.startswith('["result"') and i > 40)
-    kind, step, sampled, faults = json.loads(lines[at])
+    kind, step, sampled, faults, _ = json.loads(lines[at])
     sampled[0][1] = 7  # a stop id
     lines[at] = json.dumps([kind, step, sampled, faults]) + "\n"
     outcome = replay(lines)

@@ -29,7 +29,7 @@ def test_a_loaded_executor_answers(backend: str) -> None:
     assert result.faults == ()
     assert [token.row for token in result.sampled] == [1]
     again = load_executor(config, make_checkpoint("tied"))
-    assert again.collect(again.submit(plan)) == result
+    assert again.collect(again.submit(plan)).sampled == result.sampled
 
 
 @pytest.mark.parametrize("backend", TEST_BACKENDS)

@@ -12,6 +12,7 @@ from beds.backends import TEST_BACKENDS, kernels_of
 from beds.greedy import GreedySampler, GreedyState
 from beds.steps import alone_and_whole
 from beds.tiny_llama import make_checkpoint
+from octavo.config import CacheConfig
 from octavo.kernels.api import Arena
 from octavo.messages import NewRequest, ScheduledRequest, SchedulerOutput, StepResult
 from octavo.models.registry import Model, build_model
@@ -20,6 +21,7 @@ from octavo.worker.executor import Executor
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.local import LocalExecutor
 from octavo.worker.model_runner import ModelRunner
+from octavo.worker.tiers import Tiers
 
 
 @cache
@@ -40,7 +42,7 @@ def runner(backend: str) -> ModelRunner:
     )
     return ModelRunner(
         model,
-        kv_cache,
+        Tiers(CacheConfig(), kv_cache),
         kernels.make_arena(),
         InputBatch(max_num_seqs=4, max_model_len=64, block_size=4),
         sampler=GreedySampler(),  # type: ignore[arg-type]
@@ -153,7 +155,9 @@ def test_a_plan_that_schedules_nothing_computes_nothing(runner: ModelRunner) -> 
 
 
 def test_the_local_executor_computes_at_submit(runner: ModelRunner, backend: str) -> None:
-    executor: Executor = LocalExecutor(runner, max_model_len=64, report={"backend": "x"})
+    executor: Executor = LocalExecutor(
+        runner, max_model_len=64, report={"backend": "x"}, fingerprint=str
+    )
     assert (executor.num_kv_blocks, executor.max_model_len, executor.vocab_size) == (32, 64, 96)
     plan = SchedulerOutput(0, (start(0, [5]),), (ScheduledRequest(0, 0, 1, True, (0,)),), 1)
     handle = executor.submit(plan)

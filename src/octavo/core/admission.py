@@ -58,9 +58,12 @@ class Admission:
             return hold(request, Reason.SEQS_FULL, len(scheduler.running))
         if draft.budget == 0:
             return hold(request, Reason.TOKEN_BUDGET, request.num_tokens, 0)
+        num_to_come = scheduler.kv.num_prompt_tokens_to_come(request)
+        if num_to_come and scheduler.batching.may_join(len(scheduler.running)):
+            return hold(request, Reason.PROMPT_PENDING, num_to_come)
         match = scheduler.kv.find_prefix(request)
         num_hit_blocks = 0 if match is None else len(match.block_ids)
-        num_wanted = request.num_tokens - num_hit_blocks * scheduler.kv.block_size
+        num_wanted = request.num_tokens - (0 if match is None else match.num_tokens)
         num_new = self._cut_prompt(num_wanted, draft.budget)
         if num_new == 0:
             return hold(request, Reason.TOKEN_BUDGET, num_wanted, draft.budget)

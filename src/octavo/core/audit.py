@@ -35,6 +35,8 @@ def _audit_requests(scheduler: Scheduler) -> None:
         assert not request.block_ids, f"{request} waits and holds blocks"
         assert request.row is None, f"{request} waits and holds a row"
         assert request.num_computed_tokens == 0, f"{request} claims computed tokens"
+        swapped = request.swapped
+        assert swapped is None or request.status is Status.PREEMPTED, f"{request} never ran"
     for request in running.values():
         assert request.status is Status.RUNNING, f"{request} among the running"
         # The last known token is computed when the next is sampled, so one is always behind.
@@ -57,12 +59,13 @@ def _holders(scheduler: Scheduler) -> list[Request]:
 def _audit_blocks(scheduler: Scheduler) -> None:
     kv = scheduler.kv
     holders = _holders(scheduler)
-    kv.check(holders)
+    kv.check(holders, scheduler.waiting)
     for request in holders:
         num_blocks = len(request.block_ids)
         assert num_blocks >= kv.num_blocks_for(request.num_computed_tokens), f"{request} lost some"
         assert num_blocks <= kv.num_blocks_for(request.num_tokens), f"{request} holds too many"
     used = {block_id for request in holders for block_id in request.block_ids}
-    used |= {block_id for node in kv.cache.nodes() if node.pins for block_id in node.block_ids}
+    pinned = [node for node in kv.cache.nodes() if node.pins and not node.in_tier]
+    used |= {block_id for node in pinned for block_id in node.block_ids}
     total = kv.pool.num_free + kv.cache.num_evictable + len(used)
     assert total == kv.pool.num_blocks, "free, evictable and used blocks do not add up"

@@ -25,6 +25,11 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def lowest_free(self) -> int | None:
+        """The one that leaves next."""
+        return self._free[0] if self._free else None
+
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take `num_blocks` blocks with one reference each, or none at all and return None."""
         if num_blocks > len(self._free):
@@ -54,7 +59,7 @@ class BlockPool:
         free = set(self._free)
         held = {block_id for block_id, count in enumerate(self.ref_counts) if count > 0}
         assert len(self.ref_counts) == self.num_blocks, "the pool changed its size"
-        assert min(self.ref_counts) >= 0, "a reference count is below zero"
+        assert min(self.ref_counts, default=0) >= 0, "a reference count is below zero"
         assert len(free) == len(self._free), "a block was freed twice"
         assert not free & held, "a free block is still referenced"
         assert len(free) + len(held) == self.num_blocks, "a block leaked"

@@ -63,9 +63,12 @@ class Journal:
             self.recomputed_tokens += max(0, self.num_dropped.pop(request_id) - num_hits)
             self.event_log.record(Reason.RESUMED, request_id, num_tokens, num_hits)
             return
+        self.event_log.record(Reason.ADMITTED, request_id, num_tokens, num_hits)
+        if request.leader is not None:  # the n answers of a prompt count once (C65)
+            self.event_log.record(Reason.FORKED, request_id, num_hits)
+            return
         self.queries_tokens += num_tokens
         self.hits_tokens += num_hits
-        self.event_log.record(Reason.ADMITTED, request_id, num_tokens, num_hits)
         if num_hits:
             self.event_log.record(Reason.PREFIX_HIT, request_id, num_hits)
 

@@ -11,10 +11,12 @@ from collections.abc import Iterable
 
 from ..config import CacheConfig
 from ..errors import ConfigError
-from ..request import Request
+from ..messages import KeptRun, Transfer
+from ..request import Request, Status, Swapped
 from .block_pool import BlockPool
 from .event_log import EventLog, Reason
-from .radix_cache import Match, Node, RadixCache
+from .kept_prefixes import export, graft
+from .radix_cache import Match, Node, RadixCache, Tail
 
 
 class KVCacheManager:
@@ -27,16 +29,20 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool,
         event_log: EventLog,
+        num_slots: int = 0,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
+        self.slots = BlockPool(num_slots)
+        """Places for a block each in the tiers below the pool, the fastest tier first."""
         self.cache = RadixCache(block_size)
         self._enable_prefix_caching = enable_prefix_caching
-        self._event_log = event_log
+        self.event_log = event_log
         self._pinned: dict[int, Node] = {}  # where each live request's cached path ends, by id
         # The head of the queue asks again in every step that it waits; the answer is kept until
         # the tree changes (C113). Key: request id, reusable tokens, version of the tree.
         self._last_match: tuple[tuple[int, int, int], Match | None] = ((-1, -1, -1), None)
+        self._transfers: list[Transfer] = []
 
     @property
     def capacity(self) -> int:
@@ -56,24 +62,62 @@ class KVCacheManager:
         """Blocks that a request still needs for the tokens that it knows now."""
         return self.num_blocks_for(request.num_tokens) - len(request.block_ids)
 
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """What has to move before the next step computes; asked for once a step."""
+        transfers = tuple(self._transfers)
+        self._transfers.clear()
+        return transfers
+
     def find_prefix(self, request: Request) -> Match | None:
-        """The longest cached prefix of what `request` knows, or None.
+        """The longest prefix of what `request` knows that is computed already, or None: in the
+        cache, in the tiers, or in the blocks of a running leader.
 
         No longer than the request allows, which wants at least one token computed (C4).
         """
         num_reusable = request.num_reusable_tokens
         key = (request.request_id, num_reusable, self.cache.version)
         if self._last_match[0] != key:
-            max_blocks = num_reusable // self.block_size
-            match = self.cache.match(request.token_ids, max_blocks, request.cache_scope)
+            match = self.cache.match(request.token_ids, num_reusable, request.cache_scope)
             self._last_match = (key, match)
-        return self._last_match[1]
+        match, leader = self._last_match[1], request.leader
+        if request.swapped is not None:
+            return _resumed(request.swapped, match)
+        if leader is None or not leader.block_ids:
+            return match
+        return self._fork(request, leader, match)
+
+    def num_prompt_tokens_to_come(self, request: Request) -> int:
+        """Tokens of its prompt that the first of its n answers is about to compute (R34)."""
+        leader = request.leader
+        if leader is None or leader.status is not Status.RUNNING or request.num_output_tokens:
+            return 0
+        if request.num_reusable_tokens < request.num_tokens - 1:  # it scores its prompt itself
+            return 0
+        return max(0, request.num_prompt_tokens - leader.num_computed_tokens)
+
+    def _fork(self, request: Request, leader: Request, match: Match | None) -> Match | None:
+        """Share the prompt that `leader` computed: its full blocks, and a copy of a begun one."""
+        num_shared = min(leader.num_computed_tokens, request.num_prompt_tokens)
+        num_shared = min(num_shared, request.num_reusable_tokens)
+        if num_shared <= (0 if match is None else match.num_tokens):
+            return match
+        num_full, num_rest = divmod(num_shared, self.block_size)
+        tail = Tail(leader.block_ids[num_full], num_rest) if num_rest else None
+        if not self._enable_prefix_caching:
+            block_ids = tuple(leader.block_ids[:num_full])
+            return Match(None, 0, block_ids, 0, num_shared, tail)
+        if match is None:
+            match = Match(None, 0, (), 0, 0)
+        if len(match.block_ids) != num_full:  # its full blocks are not published yet
+            return match
+        return match._replace(num_tokens=num_shared, tail=tail)
 
     def num_hit_blocks(self, request: Request) -> int:
         """Blocks that `request` would find in the cache now."""
-        max_blocks = (request.num_tokens - 1) // self.block_size
-        match = self.cache.match(request.token_ids, max_blocks, request.cache_scope)
-        return 0 if match is None else len(match.block_ids)
+        match = self.cache.match(
+            request.token_ids, request.num_reusable_tokens, request.cache_scope
+        )
+        return 0 if match is None else len(match.block_ids) + len(match.slots)
 
     def num_yielded(self, victims: Iterable[Request], match: Match | None) -> int:
         """Blocks that become available if all of `victims` give theirs back, `match` left out.
@@ -86,15 +130,71 @@ class KVCacheManager:
         return sum(ref_counts[b] - n <= 1 for b, n in counts.items() if b not in hits)
 
     def start(self, request: Request, match: Match | None) -> None:
-        """Begin a block table with the cached prefix that `find_prefix` gave."""
+        """Begin a block table with the prefix that `find_prefix` gave; a begun block is copied,
+        since the request writes on in it. There must be a block for that."""
         assert not request.block_ids, "a request that starts holds blocks already"
         if match is None:
             request.num_computed_tokens = 0
             return
-        self._pinned[request.request_id] = self.cache.pin(match)
+        if match.node is not None:
+            self._pinned[request.request_id] = self.cache.pin(match)
         self.pool.share(match.block_ids)
         request.block_ids = list(match.block_ids)
-        request.num_computed_tokens = len(match.block_ids) * self.block_size
+        request.num_computed_tokens = match.num_tokens
+        if match.tail is not None or match.slots:
+            targets = self.allocate(request, match.num_tokens)
+            assert targets, "admission promised blocks for what is copied and loaded"
+            if match.tail is not None:
+                self._transfers.append(Transfer("copy", match.tail.block_id, targets[0]))
+            for slot, block_id in zip(match.slots, targets, strict=match.tail is None):
+                self._transfers.append(Transfer("load", slot, block_id))
+            if match.slots:
+                self.event_log.record(Reason.LOADED, request.request_id, len(match.slots))
+        self.drop_swapped(request)
+
+    def swap_out(self, request: Request) -> bool:
+        """Keep K/V of a request in a tier and make its blocks available; False, having done
+        nothing, if there is no room."""
+        num_blocks = self.num_blocks_for(request.num_computed_tokens)
+        slots = self._take_slots(num_blocks)
+        if slots is None:
+            num_slots = self.slots.num_free + self.cache.num_evictable_slots
+            self.event_log.record(Reason.TIERS_FULL, request.request_id, num_blocks, num_slots)
+            return False
+        for block_id, slot in zip(request.block_ids, slots, strict=False):
+            self._transfers.append(Transfer("store", block_id, slot))
+        request.swapped = Swapped(slots, request.num_computed_tokens)
+        self.event_log.record(Reason.SWAPPED, request.request_id, num_blocks)
+        self._release(request)
+        return True
+
+    def drop_swapped(self, request: Request) -> None:
+        """Give up what is kept in a tier of a request, because it is back or has ended."""
+        if request.swapped is not None:
+            self.slots.release(request.swapped.slots)
+            request.swapped = None
+
+    def _take_slots(self, num_slots: int) -> list[int] | None:
+        """Slots of the tiers, cached prefixes giving way; None if there are not so many."""
+        num_short = num_slots - self.slots.num_free
+        if num_short > self.cache.num_evictable_slots:
+            return None
+        if num_short > 0:
+            self.slots.release(self.cache.evict_slots(num_short))
+        return self.slots.allocate(num_slots)
+
+    def _save(self, block_ids: list[int]) -> list[int] | None:
+        """Keep cached blocks that are evicted in a tier, if there is room."""
+        slots = self._take_slots(len(block_ids))
+        if slots is not None:
+            for block_id, slot in zip(block_ids, slots, strict=True):
+                self._transfers.append(Transfer("store", block_id, slot))
+            self.event_log.record(Reason.SAVED, None, len(slots))
+        return slots
+
+    def _release_dropped(self) -> None:
+        self.slots.release(self.cache.dropped_slots)
+        self.cache.dropped_slots.clear()
 
     def allocate(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
         """Grow the block table to hold `num_tokens` tokens; the new blocks, often none.
@@ -109,9 +209,10 @@ class KVCacheManager:
             return None
         num_short = num_new - self.pool.num_free
         if num_short > 0:
-            evicted = self.cache.evict(num_short)
+            evicted = self.cache.evict(num_short, self._save if self.slots.num_blocks else None)
             self.pool.release(evicted)
-            self._event_log.record(Reason.EVICTED, None, len(evicted))
+            self._release_dropped()
+            self.event_log.record(Reason.EVICTED, None, len(evicted))
         block_ids = self.pool.allocate(num_new)
         assert block_ids is not None, "evicted blocks did not become free"
         request.block_ids += block_ids
@@ -129,15 +230,24 @@ class KVCacheManager:
     def free(self, request: Request, *, publish: bool = True) -> None:
         """Take a request's block table from it; its full computed blocks stay cached.
 
-        With `publish` False nothing more is kept than was published before (a failed row).
+        With `publish` False nothing more is kept than was published before (a failed row), and
+        what it was to read from the tiers is given up.
         """
         if publish:
             self._store(request, pin=False)
+        node = self._release(request)
+        if not publish and node is not None:
+            self.cache.forget(node)
+            self._release_dropped()
+
+    def _release(self, request: Request) -> Node | None:
+        """Let go of a request's blocks and of its path in the cache, which is returned."""
         self.pool.release(request.block_ids)
         request.block_ids = []
         node = self._pinned.pop(request.request_id, None)
         if node is not None:
             self.cache.unpin(node)
+        return node
 
     def _store(self, request: Request, *, pin: bool) -> Node | None:
         num_full = request.num_computed_tokens // self.block_size
@@ -147,11 +257,30 @@ class KVCacheManager:
             request.token_ids, request.block_ids[:num_full], request.cache_scope, pin=pin
         )
         self.pool.share(adopted)
+        self._release_dropped()
         return node
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """Recount all references and pins; `requests` are all that may hold blocks."""
+    def export_prefixes(self) -> list[KeptRun]:
+        """What is worth keeping beyond this process: as much as the tiers of the next one hold."""
+        return export(self.cache, self.slots.num_blocks)
+
+    def import_prefixes(self, runs: list[KeptRun]) -> None:
+        """Begin with these; they are in the first slots of the tiers, in this order."""
+        slots = self.slots.allocate(sum(len(run.places) for run in runs))
+        assert slots == [slot for run in runs for slot in run.places], "slots are counted up"
+        graft(self.cache, runs)
+
+    def check(self, requests: Iterable[Request], waiting: Iterable[Request] = ()) -> None:
+        """Recount all references and pins; `requests` are all that may hold blocks, `waiting`
+        those that may have K/V in a tier."""
         self.pool.check()
+        self.slots.check()
+        slots = Counter(self.cache.slots())
+        for request in waiting:
+            slots.update(() if request.swapped is None else request.swapped.slots)
+        expected = [slots[slot] for slot in range(self.slots.num_blocks)]
+        assert self.slots.ref_counts == expected, "slots are not those of tree and waiting requests"
+        assert not self.cache.dropped_slots, "slots left the tree and were not given back"
         self.cache.check()
         requests = list(requests)
         counts = Counter(self.cache.block_ids())
@@ -172,9 +301,18 @@ class KVCacheManager:
         assert self.pool.ref_counts == expected, "references are not those of tables and tree"
         for node in self.cache.nodes():
             assert node.pins == pins[node], "pins are not those of live requests"
-            assert node.pins or all(expected[block_id] == 1 for block_id in node.block_ids), (
+            assert node.pins or node.in_tier or all(expected[i] == 1 for i in node.block_ids), (
                 "an evictable block is in use"
             )
+
+
+def _resumed(swapped: Swapped, match: Match | None) -> Match:
+    """A swapped request's K/V: what the cache still has of it in the pool, the rest as kept."""
+    if match is None or match.num_tokens < swapped.num_tokens:
+        match = Match(None, 0, (), 0, 0) if match is None else match
+        slots = tuple(swapped.slots[len(match.block_ids) :])
+        return match._replace(num_tokens=swapped.num_tokens, tail=None, slots=slots)
+    return match
 
 
 class ContiguousKVManager(KVCacheManager):
@@ -201,9 +339,20 @@ class ContiguousKVManager(KVCacheManager):
     def num_blocks_for(self, num_tokens: int) -> int:
         return self._num_reserved if num_tokens else 0
 
+    def num_prompt_tokens_to_come(self, request: Request) -> int:
+        return 0
+
+    def _fork(self, request: Request, leader: Request, match: Match | None) -> Match | None:
+        return None  # its room is its own
+
 
 def make_kv_manager(
-    config: CacheConfig, num_blocks: int, max_model_len: int, event_log: EventLog
+    config: CacheConfig,
+    num_blocks: int,
+    max_model_len: int,
+    event_log: EventLog,
+    *,
+    num_slots: int = 0,
 ) -> KVCacheManager:
     """Paged, or the contiguous baseline, as the settings say."""
     if config.kv_reservation == "contiguous":
@@ -218,4 +367,5 @@ def make_kv_manager(
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         event_log=event_log,
+        num_slots=num_slots,
     )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from ..config import SchedulerConfig
 from ..request import Request
+from .event_log import Reason
 from .kv_cache_manager import KVCacheManager
+from .rates import Rates
 
 
 class VictimPolicy(Protocol):
@@ -72,7 +75,7 @@ def choose_victims(
 
 
 class PreemptionMode(Protocol):
-    """What happens to the K/V of a preempted request."""
+    """What happens to the K/V of a preempted request. Made from (settings, measured rates)."""
 
     def preempt(self, request: Request, kv: KVCacheManager) -> None:
         """Make all blocks of `request` available; it keeps its tokens."""
@@ -86,9 +89,59 @@ class Recompute:
     work may be found again.
     """
 
+    def __init__(self, config: SchedulerConfig, rates: Rates) -> None:
+        pass
+
     def preempt(self, request: Request, kv: KVCacheManager) -> None:
         kv.free(request)
         request.num_computed_tokens = 0
 
 
-PREEMPTION_MODES: dict[str, type[PreemptionMode]] = {"recompute": Recompute}
+class Swap:
+    """`swap`: moved to a tier below the pool; the request goes on where it was (R98).
+
+    Where the tiers have no room it is recomputed.
+    """
+
+    def __init__(self, config: SchedulerConfig, rates: Rates) -> None:
+        self._otherwise = Recompute(config, rates)
+        self._threshold = config.swap_threshold
+        self._rates = rates
+
+    def preempt(self, request: Request, kv: KVCacheManager) -> None:
+        if not (self._is_worth_it(request, kv) and kv.swap_out(request)):
+            self._otherwise.preempt(request, kv)
+        request.num_computed_tokens = 0
+
+    def _is_worth_it(self, request: Request, kv: KVCacheManager) -> bool:
+        return True
+
+
+class Threshold(Swap):
+    """`threshold`: fewer computed tokens than `swap_threshold` are recomputed (R100)."""
+
+    def _is_worth_it(self, request: Request, kv: KVCacheManager) -> bool:
+        return request.num_computed_tokens >= self._threshold
+
+
+class Auto(Swap):
+    """`auto`: whichever is estimated to be quicker, from rates measured so far (R101, R102).
+
+    What was never measured is tried.
+    """
+
+    def _is_worth_it(self, request: Request, kv: KVCacheManager) -> bool:
+        num_blocks = kv.num_blocks_for(request.num_computed_tokens)
+        swap = self._rates.swap_us(num_blocks, kv.slots.lowest_free)
+        recompute = self._rates.recompute_us(request.num_computed_tokens)
+        costs = (-1 if us is None else us for us in (swap, recompute))
+        kv.event_log.record(Reason.ESTIMATED, request.request_id, *costs)
+        return swap is None or (recompute is not None and swap < recompute)
+
+
+PREEMPTION_MODES: dict[str, type[Recompute] | type[Swap]] = {
+    "recompute": Recompute,
+    "swap": Swap,
+    "threshold": Threshold,
+    "auto": Auto,
+}

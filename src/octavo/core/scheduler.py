@@ -13,7 +13,15 @@ from collections.abc import Container
 from heapq import heappop, heappush
 
 from ..config import CacheConfig, SchedulerConfig
-from ..messages import NewRequest, ScheduledRequest, SchedulerOutput, StepResult, TokenEvent
+from ..messages import (
+    KeptRun,
+    NewRequest,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepResult,
+    TokenEvent,
+    Transfer,
+)
 from ..request import Request, Status
 from .admission import Admission
 from .audit import audit
@@ -25,6 +33,7 @@ from .limits import Limits
 from .policy import by_name
 from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
 from .radix_cache import Match
+from .rates import Rates
 from .stats import SchedulerStats, stats_of
 from .stop_rules import find_stop
 from .waiting_orders import WAITING_ORDERS
@@ -33,10 +42,10 @@ from .waiting_orders import WAITING_ORDERS
 class Draft:
     """A step's plan while it is made."""
 
-    __slots__ = ("budget", "entries", "num_blocks_owed", "preempted", "starts")
+    __slots__ = ("budget", "entries", "num_blocks_owed", "preempted", "starts", "token_budget")
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget
+        self.token_budget = self.budget = budget
         """Tokens left to schedule."""
         self.entries: dict[Request, ScheduledRequest] = {}
         self.starts: list[NewRequest] = []
@@ -44,6 +53,11 @@ class Draft:
         """Blocks that prefills in flight will still ask for. One that is cut in this very step
         took all that was left of the budget, so nobody is admitted beside it."""
         self.preempted = False
+
+    def plan(self, step: int, transfers: tuple[Transfer, ...]) -> SchedulerOutput:
+        num_tokens = self.token_budget - self.budget
+        entries = tuple(self.entries.values())
+        return SchedulerOutput(step, tuple(self.starts), entries, num_tokens, transfers)
 
 
 class Scheduler:
@@ -56,13 +70,18 @@ class Scheduler:
         *,
         num_blocks: int,
         max_model_len: int,
+        num_slots: tuple[int, int] = (0, 0),
         event_log: EventLog | None = None,
     ) -> None:
+        """`num_slots`: room for blocks in the tiers below the pool, RAM and file."""
         config = scheduler_config
         self.config = config
         self.event_log = EventLog() if event_log is None else event_log
         self.journal = Journal(self.event_log)
-        self.kv = make_kv_manager(cache_config, num_blocks, max_model_len, self.event_log)
+        self.kv = make_kv_manager(
+            cache_config, num_blocks, max_model_len, self.event_log, num_slots=sum(num_slots)
+        )
+        self.rates = Rates(num_slots[0], config.token_budget)
         chunked = config.enable_chunked_prefill
         self.limits = Limits(
             max_model_len, self.kv.capacity, None if chunked else config.token_budget
@@ -74,7 +93,8 @@ class Scheduler:
         order = by_name("scheduling_policy", config.scheduling_policy, WAITING_ORDERS)
         self.waiting = order(config)
         self.victims = by_name("victim_policy", config.victim, VICTIM_POLICIES)()
-        self._preemption = by_name("preemption_mode", config.preemption_mode, PREEMPTION_MODES)()
+        means = by_name("preemption_mode", config.preemption_mode, PREEMPTION_MODES)
+        self._preemption = means(config, self.rates)
         self.batching = by_name("batching_mode", config.batching_mode, BATCHING_MODES)()
         self.free_rows = list(range(config.max_num_seqs))
         """Heap: the worker's persistent rows that nobody has."""
@@ -108,8 +128,7 @@ class Scheduler:
         self._admission.admit(draft, busy)
         if draft.entries:
             self.in_flight[step] = tuple(draft.entries)
-        num_tokens = self.config.token_budget - draft.budget
-        return SchedulerOutput(step, tuple(draft.starts), tuple(draft.entries.values()), num_tokens)
+        return draft.plan(step, self.kv.take_transfers())
 
     def _schedule_running(self, draft: Draft, busy: Container[Request]) -> None:
         block_size = self.kv.block_size
@@ -173,6 +192,10 @@ class Scheduler:
             draft.budget += entry.num_new_tokens
         self._preempt(victim, needy)
 
+    def import_prefixes(self, runs: list[KeptRun]) -> None:
+        """Begin with cached prefixes that the tiers hold already."""
+        self.kv.import_prefixes(runs)
+
     def preempt(self, request_id: int) -> bool:
         """Make a running request yield its blocks between two steps; False if it doesn't run."""
         request = self.running.get(request_id)
@@ -203,7 +226,8 @@ class Scheduler:
         assert allocated is not None, "admission promised blocks that are not there"
         self.journal.start(request, num_hits)
         if request.status is Status.WAITING:
-            request.num_cached_tokens = num_hits
+            leader = request.leader
+            request.num_cached_tokens = num_hits if leader is None else leader.num_cached_tokens
         row = request.row = heappop(self.free_rows)
         request.status = Status.RUNNING
         self.running[request.request_id] = request
@@ -219,6 +243,8 @@ class Scheduler:
         Requests that were finished meanwhile are passed over; their blocks are freed here.
         """
         assert plan.step == result.step, "this is the result of another step"
+        if result.timing is not None:
+            self.rates.observe(result.timing)
         faults = {fault.row: fault.message for fault in result.faults}
         sampled = {token.row: token for token in result.sampled}
         scored = {part.row: part.logprobs for part in result.prompt_logprobs}
@@ -280,6 +306,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         if not was_running:
+            self.kv.drop_swapped(request)
             self.waiting.remove(request)
             return
         del self.running[request_id]

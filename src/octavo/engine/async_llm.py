@@ -202,7 +202,7 @@ class AsyncLLM:
             self._commands.put(lambda: self._end_all(SHUTTING_DOWN))
             self._thread.join()
         self._compilers.shutdown(cancel_futures=True)
-        self._engine.core.executor.close()
+        self._engine.core.close(healthy=self._dead is None)
 
     def _expire(self, request_id: int) -> None:
         message = f"the grammar is too complex: it took longer than {COMPILE_SECONDS:g} s"

@@ -15,6 +15,7 @@ from ..core.scheduler import Scheduler
 from ..errors import ConfigError, ModelLoadError
 from ..trace.record import RecordingScheduler
 from ..weights.sources import open_checkpoint, repairable
+from ..worker.executor import Executor
 from ..worker.load import load_executor
 from .engine_core import EngineCore
 from .grammar import Grammars
@@ -39,7 +40,7 @@ class Engine:
     load_seconds: float
 
 
-def make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int) -> Scheduler:
+def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     """A scheduler, recording if asked to. Raises ConfigError if that can't be written."""
     make = Scheduler
     if config.record is not None:
@@ -50,7 +51,13 @@ def make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int) ->
             wanted = f"a file that can be written ({error})"
             raise ConfigError("record", config.record, wanted) from None
         make = partial(RecordingScheduler, write=file.write)  # type: ignore[assignment]
-    return make(config.scheduler, config.cache, num_blocks=num_blocks, max_model_len=max_model_len)
+    return make(
+        config.scheduler,
+        config.cache,
+        num_blocks=executor.num_kv_blocks,
+        max_model_len=executor.max_model_len,
+        num_slots=executor.num_tier_slots,
+    )
 
 
 def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
@@ -65,11 +72,15 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         building = pool.submit(_build_tokenizer, checkpoint)
         executor = load_executor(config, checkpoint)
         tokenizer = building.result()
-    scheduler = make_scheduler(config, executor.num_kv_blocks, executor.max_model_len)
+    scheduler = make_scheduler(config, executor)
+    prefix_file = config.cache.prefix_cache_file
+    if prefix_file is not None and config.cache.enable_prefix_caching:
+        scheduler.import_prefixes(executor.load_prefixes(prefix_file))
     metrics = Metrics(checkpoint.name)
     eos_token_ids = checkpoint.generation.eos_token_ids
     grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
+    core.prefix_file = prefix_file
     inputs = InputProcessor(
         tokenizer,
         scheduler.limits,

@@ -45,6 +45,8 @@ class EngineCore:
         self.metrics = metrics
         self.now = now
         self.outputs = OutputProcessor(tokenizer, metrics, self._finish, now)
+        self.prefix_file: str | None = None
+        """Where cached prefixes outlive the engine."""
         self.queue = QueueLimits(scheduler.config)
         """For front ends that turn requests away; those that enter leave it here."""
         self._deadlines: list[tuple[float, int, bool]] = []
@@ -88,7 +90,7 @@ class EngineCore:
         """Schedule, compute, and give each request that moved its event."""
         expired = self._expire() if self._deadlines else []
         plan = self.scheduler.schedule()
-        if not plan.scheduled:
+        if not (plan.scheduled or plan.transfers):
             return expired + self._idle()
         self._num_idle_steps = 0
         self.outputs.started(plan.starts)
@@ -135,6 +137,16 @@ class EngineCore:
             events = [self._constrained(event) for event in events]
         self.metrics.stepped(plan.num_scheduled_tokens, len(result.faults))
         return self.outputs.process(events)
+
+    def close(self, *, healthy: bool = True) -> None:
+        """Keep cached prefixes, if that is wanted, and give back the executor's memory."""
+        if self.prefix_file is not None and healthy:
+            try:
+                runs = self.scheduler.kv.export_prefixes()
+                self.executor.save_prefixes(self.prefix_file, runs)
+            except OSError as error:
+                logger.error("prefix cache not kept in %s: %s", self.prefix_file, error)
+        self.executor.close()
 
     def _compute(self, plan: SchedulerOutput) -> StepResult:
         """Run the step; a fault of the whole step ends the requests in it, not the engine."""

@@ -94,8 +94,9 @@ class InputProcessor:
         seed = params.seed
         if seed is None or seed == -1:
             seed = derive_seed(self.seed, request_id)
-        requests = [
-            Request(
+        requests: list[Request] = []
+        for index in range(params.n):
+            request = Request(
                 request_id + index,
                 token_ids,
                 replace(params, n=1),
@@ -105,10 +106,10 @@ class InputProcessor:
                 priority=priority,
                 arrival_time=arrival_time,
                 cache_scope=cache_scope,
+                leader=requests[0] if requests else None,
                 tenant=tenant,
             )
-            for index in range(params.n)
-        ]
+            requests.append(request)
         self.limits.check(requests[0])
         return requests
 

@@ -118,7 +118,7 @@ class LLM:
     def close(self) -> None:
         """Give back the model's memory and threads; the LLM can't be used afterwards."""
         self._closed = True
-        self._engine.core.executor.close()
+        self._engine.core.close()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

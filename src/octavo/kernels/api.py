@@ -45,6 +45,16 @@ class KVCache(Protocol):
     num_blocks: int
     block_size: int
     nbytes: int
+    block_nbytes: int
+    """Bytes of one block, over all layers."""
+
+    def save_block(self, block_id: int, out: Array) -> None:
+        """Copy K and V of one block, as they lie in the pool, to out [block_nbytes] uint8."""
+        ...
+
+    def restore_block(self, block_id: int, data: Array) -> None:
+        """Put back what save_block copied, into any block: the same bits (R34, R98)."""
+        ...
 
     def read_block(self, layer: int, block_id: int) -> tuple[Array, Array]:
         """K and V of one block in the logical shape [block_size, KH, D], as a float32 copy."""

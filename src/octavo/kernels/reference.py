@@ -57,6 +57,16 @@ class ReferenceKVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.nbytes = self.pool.nbytes
+        self.block_nbytes = self.nbytes // num_blocks
+
+    def save_block(self, block_id: int, out: Array) -> None:
+        """Bytes of one block, in the order of the logical layout."""
+        out.view(np.float32)[...] = self.pool[:, :, block_id].ravel()
+
+    def restore_block(self, block_id: int, data: Array) -> None:
+        """Put saved bytes into a block."""
+        block = self.pool[:, :, block_id]
+        block[...] = data.view(np.float32).reshape(block.shape)
 
     def read_block(self, layer: int, block_id: int) -> tuple[Array, Array]:
         """K and V of one block, [block_size, KH, D] float32, copied."""

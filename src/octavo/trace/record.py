@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import CacheConfig, SchedulerConfig
 from ..core.scheduler import Scheduler
-from ..messages import SampledToken, SchedulerOutput, StepResult, TokenEvent
+from ..messages import KeptRun, SampledToken, SchedulerOutput, StepResult, TokenEvent
 from ..request import Request
 from ..sampling_params import SamplingParams
 
@@ -31,10 +31,15 @@ class RecordingScheduler(Scheduler):
         *,
         num_blocks: int,
         max_model_len: int,
+        num_slots: tuple[int, int] = (0, 0),
         write: Callable[[str], object],
     ) -> None:
         super().__init__(
-            scheduler_config, cache_config, num_blocks=num_blocks, max_model_len=max_model_len
+            scheduler_config,
+            cache_config,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            num_slots=num_slots,
         )
         self._write = write
         self._record(
@@ -42,7 +47,7 @@ class RecordingScheduler(Scheduler):
             FORMAT,
             asdict(scheduler_config),
             asdict(cache_config),
-            {"num_blocks": num_blocks, "max_model_len": max_model_len},
+            {"num_blocks": num_blocks, "max_model_len": max_model_len, "num_slots": num_slots},
         )
 
     def _record(self, *parts: object) -> None:
@@ -65,6 +70,11 @@ class RecordingScheduler(Scheduler):
         self._record("preempt", request_id)
         return super().preempt(request_id)
 
+    def import_prefixes(self, runs: list[KeptRun]) -> None:
+        """Begin with cached prefixes."""
+        self._record("kept", runs)
+        super().import_prefixes(runs)
+
     def schedule(self) -> SchedulerOutput:
         """Plan the next step."""
         plan = super().schedule()
@@ -75,7 +85,7 @@ class RecordingScheduler(Scheduler):
         """Take in what a step computed."""
         sampled = [(token.row, token.token_id) for token in result.sampled]
         faults = [(fault.row, fault.message) for fault in result.faults]
-        self._record("result", result.step, sampled, faults)
+        self._record("result", result.step, sampled, faults, result.timing)
         return super().update_from_output(plan, result)
 
 
@@ -97,6 +107,7 @@ def request_record(request: Request) -> dict[str, Any]:
         "priority": request.priority,
         "cache_scope": request.cache_scope,
         "tenant": request.tenant,
+        "leader": None if request.leader is None else request.leader.request_id,
     }
 
 
@@ -107,6 +118,7 @@ def plan_record(plan: SchedulerOutput) -> dict[str, Any]:
         "starts": [[start.row, start.request_id, len(start.token_ids)] for start in plan.starts],
         "scheduled": [list(entry) for entry in plan.scheduled],
         "num_scheduled_tokens": plan.num_scheduled_tokens,
+        "transfers": [list(transfer) for transfer in plan.transfers],
     }
 
 

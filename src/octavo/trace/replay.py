@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..config import CacheConfig, SchedulerConfig
 from ..core.scheduler import Scheduler
 from ..errors import OctavoError
-from ..messages import RowFault, SchedulerOutput, StepResult
+from ..messages import KeptRun, RowFault, SchedulerOutput, StepResult, Timing
 from ..request import Request
 from ..sampling_params import SamplingParams
 from .record import FORMAT, as_tuples, plan_record, sampled_tokens
@@ -72,12 +72,16 @@ class Player:
         self.scheduler = Scheduler(SchedulerConfig(**scheduler), CacheConfig(**cache), **sizes)
         self.num_steps = 0
         self._plans: dict[int, SchedulerOutput] = {}
+        self._requests: dict[int, Request] = {}
 
     def play(self, kind: str, *parts: Any) -> str | None:
         """One line; text where the scheduler decides otherwise than it did."""
         match kind, parts:
             case "add", (record,):
-                self.scheduler.add(make_request(record))
+                leader = self._requests.get(record.pop("leader", None))
+                request = make_request(record, leader)
+                self._requests[request.request_id] = request
+                self.scheduler.add(request)
             case "finish", (request_id, reason):
                 if not self.scheduler.finish(request_id, reason):
                     return f"request {request_id} ended ({reason}) while it ran; now it is gone"
@@ -88,9 +92,14 @@ class Player:
                 self.num_steps += 1
                 self._plans[plan.step] = plan
                 return next(differences(recorded, json.loads(json.dumps(plan_record(plan)))), None)
-            case "result", (step, sampled, faults):
+            case "kept", (runs,):
+                self.scheduler.import_prefixes([KeptRun(*as_tuples(run)) for run in runs])
+            case "result", (step, sampled, faults, *timing):
                 result = StepResult(
-                    step, sampled_tokens(sampled), tuple(RowFault(*fault) for fault in faults)
+                    step,
+                    sampled_tokens(sampled),
+                    tuple(RowFault(*fault) for fault in faults),
+                    timing=Timing(*as_tuples(timing[0])) if timing and timing[0] else None,
                 )
                 self.scheduler.update_from_output(self._plans.pop(step), result)
             case _:
@@ -98,7 +107,7 @@ class Player:
         return None
 
 
-def make_request(record: dict[str, Any]) -> Request:
+def make_request(record: dict[str, Any], leader: Request | None = None) -> Request:
     """A request as it was added."""
     values = {name: as_tuples(value) for name, value in record.items()}
     params = {name: as_tuples(value) for name, value in values.pop("params").items()}
@@ -106,14 +115,15 @@ def make_request(record: dict[str, Any]) -> Request:
         values.pop("request_id"),
         list(values.pop("prompt_token_ids")),
         SamplingParams(**params),
+        leader=leader,
         **values,
     )
 
 
 def differences(recorded: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Where two plans part, the most telling first."""
-    for name in ("step", "starts", "scheduled", "num_scheduled_tokens"):
-        before, after = recorded[name], now[name]
+    for name in ("step", "starts", "scheduled", "num_scheduled_tokens", "transfers"):
+        before, after = recorded.get(name, []), now[name]
         if before == after:
             continue
         if isinstance(before, list):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..messages import SchedulerOutput, StepResult
+from ..messages import KeptRun, SchedulerOutput, StepResult
 
 
 class Executor(Protocol):
@@ -12,6 +13,8 @@ class Executor(Protocol):
 
     num_kv_blocks: int
     """Blocks in the KV pool."""
+    num_tier_slots: tuple[int, int]
+    """Room for blocks below the pool: in RAM, in a file."""
     max_model_len: int
     """Longest request in tokens, prompt and output together."""
     vocab_size: int
@@ -26,6 +29,14 @@ class Executor(Protocol):
 
     def describe(self) -> dict[str, str]:
         """For the start-up report: backend, dtype, memory of weights and KV pool, ..."""
+        ...
+
+    def save_prefixes(self, path: str, runs: Sequence[KeptRun]) -> None:
+        """Write cached runs to a file that replaces what was there, at once or not at all."""
+        ...
+
+    def load_prefixes(self, path: str) -> list[KeptRun]:
+        """Read such a file into the first slots of the tiers; nothing if it can't be trusted."""
         ...
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ from .input_batch import InputBatch
 from .kv_storage import KVStorage
 from .local import LocalExecutor
 from .model_runner import ModelRunner
+from .prefix_file import fingerprint
+from .tiers import Tiers
 
 
 def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor:
@@ -32,6 +34,7 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
     )
+    tiers = Tiers(config.cache, storage.kv_cache)
     model = build_model(
         checkpoint,
         kernels,
@@ -43,7 +46,7 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         captured = kernels.capture(model.forward, storage.kv_cache, trace_batches())
     runner = ModelRunner(
         model,
-        storage.kv_cache,
+        tiers,
         kernels.make_arena(),
         InputBatch(
             max_num_seqs=max_num_seqs,
@@ -56,7 +59,14 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
     )
     report = describe(checkpoint, kernels, model, storage)
     report["steps"] = "computed by the model's Python" if captured is None else "replayed"
-    return LocalExecutor(runner, max_model_len=max_model_len, report=report)
+    if sum(tiers.num_slots):
+        report["tiers"] = tiers.describe()
+    return LocalExecutor(
+        runner,
+        max_model_len=max_model_len,
+        report=report,
+        fingerprint=lambda: fingerprint(config, checkpoint, kernels, model),
+    )
 
 
 def resolve_max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:

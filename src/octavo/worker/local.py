@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from ..messages import SchedulerOutput, StepResult
+from collections.abc import Callable, Sequence
+
+from ..messages import KeptRun, SchedulerOutput, StepResult
 from ..sampling import processors
 from ..sampling_params import SamplingParams
 from .model_runner import ModelRunner
+from .prefix_file import load_prefixes, save_prefixes
 
 
 class LocalExecutor:
     """Fills worker/executor.py's protocol; the handle of a step is its result."""
 
-    def __init__(self, runner: ModelRunner, *, max_model_len: int, report: dict[str, str]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_model_len: int,
+        report: dict[str, str],
+        fingerprint: Callable[[], str],
+    ) -> None:
         self._runner: ModelRunner | None = runner
         self._report = report
+        self._fingerprint = fingerprint
         self.num_kv_blocks = runner.kv_cache.num_blocks
+        self.num_tier_slots = runner.tiers.num_slots
         self.max_model_len = max_model_len
         self.vocab_size = runner.model.config.vocab_size
 
@@ -31,10 +43,23 @@ class LocalExecutor:
         """For the start-up report: backend, dtype, memory of weights and KV pool, ..."""
         return dict(self._report)
 
+    def save_prefixes(self, path: str, runs: Sequence[KeptRun]) -> None:
+        """Write cached runs to a file, whole or not at all."""
+        assert self._runner is not None, "closed"
+        save_prefixes(path, runs, self._fingerprint(), self._runner.tiers)
+
+    def load_prefixes(self, path: str) -> list[KeptRun]:
+        """Runs of a file, their blocks in the tiers; none, and a line in the log, if it is not
+        whole or not of this model and backend."""
+        assert self._runner is not None, "closed"
+        return load_prefixes(path, self._fingerprint(), self._runner.tiers)
+
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError for logits processors that are unknown or set wrongly."""
         processors.make(params, (), num_prompt=0, seed=0)
 
     def close(self) -> None:
-        """Give back weights, pool and scratch memory; no step can be submitted any more."""
+        """Give back weights, pool, tiers and scratch memory; no step can be submitted any more."""
+        if self._runner is not None:
+            self._runner.tiers.close()
         self._runner = None

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from ..kernels.api import Arena, Array, Forward, KVCache
+from ..kernels.api import Arena, Array, Forward
 from ..messages import (
     NewRequest,
     RowFault,
     SampledToken,
     SchedulerOutput,
     StepResult,
+    Timing,
     TokenLogprobs,
 )
 from ..models.registry import Model
 from .input_batch import InputBatch
 from .prompt_scores import PromptScores
+from .tiers import Tiers
 
 if TYPE_CHECKING:
     from ..sampling.state import RowState
@@ -44,7 +47,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        kv_cache: KVCache,
+        tiers: Tiers,
         arena: Arena,
         input_batch: InputBatch,
         *,
@@ -55,7 +58,8 @@ class ModelRunner:
         """forward: an equal of model.forward that runs instead of it."""
         self.model = model
         self.forward: Forward = forward or model.forward
-        self.kv_cache = kv_cache
+        self.tiers = tiers
+        self.kv_cache = tiers.kv_cache
         self.arena = arena
         self.input_batch = input_batch
         self.sampler = sampler
@@ -68,12 +72,14 @@ class ModelRunner:
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Compute one step. A row that fails is reported in `faults`, and the rest go on."""
+        lost, moved = self.tiers.move(plan.transfers) if plan.transfers else (set[int](), ())
         for new in plan.starts:
             self.input_batch.start(new)
             self.row_states[new.row] = self._start(new)
             self.prompt_scores.start(new)
         if not plan.scheduled:
-            return StepResult(plan.step, ())
+            return StepResult(plan.step, (), timing=Timing(0, 0, moved) if moved else None)
+        start = perf_counter()
         self.arena.reset()
         batch = self.input_batch.build(plan)
         scores = self.prompt_scores.of_step(plan, batch)
@@ -87,11 +93,17 @@ class ModelRunner:
             if not isinstance(state, RowFault):
                 state.mask = mask
         sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
-        if scores is None:
-            return StepResult(plan.step, sampled, faults)
-        prompt_logprobs, unscored = scores.results()
+        compute_us = round((perf_counter() - start) * 1e6)
+        timing = Timing(plan.num_scheduled_tokens, compute_us, moved)
+        prompt_logprobs, unscored = ((), ()) if scores is None else scores.results()
         failed = {fault.row: fault for fault in (*unscored, *faults)}
-        return StepResult(plan.step, sampled, tuple(failed.values()), prompt_logprobs)
+        for scheduled in plan.scheduled if lost else ():
+            if not lost.isdisjoint(scheduled.new_block_ids):
+                text = "K/V of this request could not be read back from the tier that kept them"
+                failed[scheduled.row] = RowFault(scheduled.row, text)
+                sampled = tuple(token for token in sampled if token.row != scheduled.row)
+        faults = tuple(failed.values())
+        return StepResult(plan.step, sampled, faults, prompt_logprobs, timing)
 
     def _start(self, new: NewRequest) -> RowState | RowFault:
         try:
