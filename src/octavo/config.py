@@ -306,6 +306,12 @@ class EngineConfig:
             self.cache.prefix_cache_file,
             "used with ram_tier_memory or file_tier_memory, into which it is read",
         )
+        _require(
+            self.cache.kv_reservation == "paged" or not has_tier,
+            "kv_reservation",
+            self.cache.kv_reservation,
+            "paged with ram_tier_memory or file_tier_memory",
+        )
 
 
 PARTS: dict[str, type] = {

@@ -1,6 +1,6 @@
 """Random lives of a scheduler: whatever happens in whatever order, every invariant holds.
 
-Under every combination of policy, victim, batching mode and way of taking memory.
+Under every combination of policy, victim, means, tier, batching mode and way of taking memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from beds.core_bed import CoreBed, alone
 from octavo.core.batching import BATCHING_MODES
-from octavo.core.preemption import VICTIM_POLICIES
+from octavo.core.preemption import PREEMPTION_MODES, VICTIM_POLICIES
 from octavo.core.waiting_orders import WAITING_ORDERS
 from octavo.errors import RequestTooLarge
 
@@ -40,6 +40,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["continuous", *sorted(BATCHING_MODES)]),
         priority_order=st.sampled_from(["low_first", "high_first"]),
         limits=st.tuples(*[st.sampled_from([0, 0, 1, 4])] * 3),
+        means=st.sampled_from(sorted(PREEMPTION_MODES)),
+        num_slots=st.tuples(st.integers(0, 8), st.integers(0, 6)),
     )
     def start(
         self,
@@ -54,6 +56,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode: str,
         priority_order: str,
         limits: tuple[int, int, int],
+        means: str,
+        num_slots: tuple[int, int],
     ) -> None:
         contiguous = self.contiguous = memory == "contiguous"
         self.bed = CoreBed(
@@ -71,6 +75,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             skip_limit=limits[0],
             priority_ageing_steps=limits[1],
             overtake_limit=limits[2],
+            preemption_mode=means,
+            swap_threshold=6,
+            num_slots=(0, 0) if contiguous else num_slots,
         )
         self.scheduler = self.bed.scheduler
 
@@ -161,6 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def evict(self, num_blocks: int) -> None:
         evicted = self.scheduler.kv.cache.evict(num_blocks)
         self.scheduler.kv.pool.release(evicted)
+        self.scheduler.kv._release_dropped()
         for block_id in evicted:
             self.bed.model.poison(block_id)
 

@@ -122,12 +122,13 @@ class KVCacheManager:
     def num_yielded(self, victims: Iterable[Request], match: Match | None) -> int:
         """Blocks that become available if all of `victims` give theirs back, `match` left out.
 
-        A block that nobody else holds is free then, or cached and evictable.
+        A block that nobody else holds is free then, or cached and evictable: with a prefix cache,
+        what two requests share is in the tree as well.
         """
         counts = Counter(block_id for victim in victims for block_id in victim.block_ids)
         hits = set() if match is None else set(match.block_ids)
-        ref_counts = self.pool.ref_counts
-        return sum(ref_counts[b] - n <= 1 for b, n in counts.items() if b not in hits)
+        ref_counts, most = self.pool.ref_counts, int(self._enable_prefix_caching)
+        return sum(ref_counts[b] - n <= most for b, n in counts.items() if b not in hits)
 
     def start(self, request: Request, match: Match | None) -> None:
         """Begin a block table with the prefix that `find_prefix` gave; a begun block is copied,
