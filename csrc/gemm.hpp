@@ -1,6 +1,7 @@
 // Linear layers: packing, the blocked product, and the embedding lookup out of the same panels.
 #pragma once
 
+#include "decode.hpp"
 #include "micro.hpp"
 #if defined(__AMX_BF16__)
 #include "amx.hpp"
@@ -44,7 +45,13 @@ inline void embedding(const std::int32_t* ids, PackedWeight w, Matrix out) {
     parallel_for(out.rows, row_grain(4 * out.cols), [&](i64 t) {
         const i64 panel = ids[t] / kPanel, column = ids[t] % kPanel;
         float* row = out.row<float>(t);
-        if (w.dtype == DType::f32) {
+        if (w.cells != nullptr) {
+            const CellPanel& from = w.cells[panel];
+            for (i64 k = 0; k < w.k; k += kCellK) {
+                decode_column(from.data + k / kCellK * from.format.bytes(), from.format, column,
+                              min64(kCellK, w.k - k), row + k);
+            }
+        } else if (w.dtype == DType::f32) {
             const float* in = static_cast<const float*>(w.data) + panel * w.panel_elements();
             for (i64 k = 0; k < w.k; ++k) row[k] = in[packed_offset(w, column, k)];
         } else {
@@ -174,9 +181,16 @@ void linear_as(const Matrix& x, const PackedWeight& w, const Matrix& out) {
         const i64 row = task / c.num_chunks * c.block_rows;
         const i64 first = task % c.num_chunks * c.chunk_panels;
         const i64 last = min64(first + c.chunk_panels, w.num_panels());
+        const i64 rows = min64(c.block_rows, x.rows - row);
         for (i64 panel = first; panel < last; panel += together) {
-            product_rows(p, row, min64(c.block_rows, x.rows - row), panel,
-                         min64(together, last - panel));
+            const i64 count = min64(together, last - panel);
+            if (w.cells == nullptr) {
+                product_rows(p, row, rows, panel, count);
+            } else {
+                const Product<D> decoded{p.x, decode_panels(w, panel, count),
+                                         from_panel(out, panel), p.num_pairs};
+                product_rows(decoded, row, rows, 0, count);
+            }
         }
     });
 }
@@ -191,7 +205,15 @@ inline void linear_amx(const Matrix& x, const PackedWeight& w, const Matrix& out
         const i64 first = task % c.num_chunks * c.chunk_panels;
         const i64 last = min64(first + c.chunk_panels, w.num_panels());
         const i64 end = min64(row + c.block_rows, x.rows);
-        amx_product(a.data, a.stride, row, end, w, first, last, out);
+        if (w.cells == nullptr) {
+            amx_product(a.data, a.stride, row, end, w, first, last, out);
+            return;
+        }
+        for (i64 panel = first; panel < last; panel += 2) {
+            const i64 count = min64(2, last - panel);
+            amx_product(a.data, a.stride, row, end, decode_panels(w, panel, count), 0, count,
+                        from_panel(out, panel));
+        }
     });
 }
 #endif

@@ -132,10 +132,11 @@ class BackendConfig:
     """Instruction-set level of the cpu backend. Default: the best that the machine has."""
 
     dtype: str = "auto"
-    """Number format of weights and activations: auto, bfloat16 or float32."""
+    """Number format of weights and activations: auto (bfloat16, and weights that a GGUF file holds
+    quantised stay so in memory), bfloat16 or float32."""
 
     quantization: str | None = None
-    """Quantise the weights at load. No method is available yet: leave unset."""
+    """Quantise the weights at load: int8 (a scale for each 32 values of a row). Default: none."""
 
     def __post_init__(self) -> None:
         _require(self.backend in ("cpu", "reference"), "backend", self.backend, "cpu or reference")
@@ -149,10 +150,13 @@ class BackendConfig:
             "auto or float32 with the reference backend",
         )
         _require(
-            self.quantization is None,
+            self.quantization in (None, "int8"), "quantization", self.quantization, "int8 or unset"
+        )
+        _require(
+            self.quantization is None or (self.backend == "cpu" and self.dtype != "float32"),
             "quantization",
             self.quantization,
-            "unset: no quantisation method is available yet",
+            "unset with the reference backend and with the dtype float32",
         )
 
 

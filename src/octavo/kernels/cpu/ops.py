@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 
+from ...checkpoint import StoredRows
 from ...errors import ConfigError
 from ..api import Arena, Array, KVCache, Linear
 from ..arena import NumpyArena
@@ -15,6 +17,8 @@ from . import _native
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 _BITS = np.dtype(np.uint16)
+PANEL = 32
+"""Output columns that lie together in a packed weight (kPanel of csrc/common.hpp)."""
 
 
 def resolve_dtype(dtype: str) -> np.dtype[Any]:
@@ -36,9 +40,21 @@ class CpuKernels:
 
     name = "cpu"
 
-    def __init__(self, level: str, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        level: str,
+        dtype: np.dtype[Any],
+        *,
+        int8: bool = False,
+        keeps_stored: bool = False,
+    ) -> None:
+        """int8: quantise what pack_linear gets. keeps_stored: take a model file's own formats."""
         self.isa = level
         self.dtype: Any = dtype
+        kinds = _native.stored_kinds() if keeps_stored else []
+        self.stored_kinds = frozenset(kinds) - {"F32"}
+        self._int8 = int8
+        self._packed_kinds: set[str] = set()
         self._ops = _native.Ops(level, dtype == FLOAT32)
 
     def describe(self) -> dict[str, str]:
@@ -48,6 +64,7 @@ class CpuKernels:
             "isa": self.isa,
             "threads": str(_native.num_threads()),
             "dtype": str(self.dtype),
+            "weight format": ", ".join(sorted(self._packed_kinds)) or str(self.dtype),
         }
 
     def make_arena(self) -> Arena:
@@ -56,7 +73,22 @@ class CpuKernels:
 
     def pack_linear(self, weight: Array) -> Linear:
         """float32 [N, K] into panels of 32 output columns, in parallel."""
+        self._packed_kinds.add("int8" if self._int8 else str(self.dtype))
+        if self._int8:
+            rows = np.ascontiguousarray(weight, np.float32)
+            stored = rows.view(np.uint8)
+            return cast(Linear, self._ops.pack_stored([stored], ["F32"], rows.shape[1]))
         return cast(Linear, self._ops.pack_linear(weight))
+
+    def pack_stored(self, parts: Sequence[StoredRows], in_features: int) -> Linear | None:
+        """Stored blocks into panels of 32 columns; None for formats that meet inside a panel."""
+        kinds = [part.kind for part in parts]
+        whole = all(len(part.rows) % PANEL == 0 for part in parts[:-1])
+        if not whole and len(set(kinds)) > 1:
+            return None
+        self._packed_kinds.update(kinds)
+        rows = [np.ascontiguousarray(part.rows) for part in parts]
+        return cast(Linear, self._ops.pack_stored(rows, kinds, in_features))
 
     def pack_vector(self, weight: Array) -> Array:
         """A norm weight [H] as a float32 array of its own."""
