@@ -155,13 +155,13 @@ void write(const Group& g, CellFormat format, std::uint8_t* cell, i64 column) {
     for (i64 k = 0; k < 32; ++k) {
         const auto quant = static_cast<std::uint8_t>(g.quants[k]);
         if (format.bits == 8) {
-            quants[k / 2 * 64 + column * 2 + k % 2] = quant;
+            const i64 group = format.multiplies_as_int8() ? 4 : 2;
+            quants[k / group * kPanel * group + column * group + k % group] = quant;
             continue;
         }
-        const i64 half = column / 16, within = column % 16;
-        std::uint8_t& byte = quants[k / 2 * 32 + half * 16 + within % 8 * 2 + k % 2];
-        byte = static_cast<std::uint8_t>(within < 8 ? (byte & 0xf0) | quant
-                                                    : (byte & 0x0f) | quant << 4);
+        std::uint8_t& byte = quants[k % 16 / 4 * 128 + column * 4 + k % 4];
+        byte = static_cast<std::uint8_t>(k < 16 ? (byte & 0xf0) | quant
+                                                : (byte & 0x0f) | quant << 4);
     }
 }
 

@@ -1,5 +1,6 @@
-// Weights that stay quantised in memory. Every stored format becomes cells of one layout: 32 output
-// columns x 32 k with their scales, which decode.hpp turns into a bf16 panel just before its use.
+// Weights that stay quantised in memory. Every stored format becomes cells: 32 output columns x 32 k
+// with their scales. gemm8.hpp multiplies them as int8; those with two scales over 32 k (Q6_K) are
+// turned into bf16 panels by decode.hpp just before their use.
 #pragma once
 
 #include "common.hpp"
@@ -7,10 +8,10 @@
 namespace octavo {
 
 // A cell: scales [num_scales][32] and, where there are minimums, minimums [32], both float16 or
-// float32; then quants in pairs of k, as bf16 panels have them: value = quant * scale + minimum.
-//   8 bits  int8 [16 pairs][32 columns][2]
-//   4 bits  [16 pairs][2 halves][16 bytes]: byte i holds element i % 2 of column 16 * half + i / 2
-//           in its low nibble, and that of the column 8 further in its high one
+// float32; then quants: value = quant * scale + minimum.
+//   8 bits      int8 [8 quads of k][32 columns][4]
+//   4 bits      [4 quads][32 columns][4]: element k in the low nibble, k + 16 in the high one
+//   two scales  int8 [16 pairs of k][32 columns][2], as bf16 panels have them
 struct CellFormat {
     std::uint8_t bits;        // 8 or 4
     std::uint8_t bias;        // subtracted from a nibble
@@ -22,6 +23,7 @@ struct CellFormat {
         return bits == other.bits && bias == other.bias && num_scales == other.num_scales &&
                has_minimum == other.has_minimum && wide == other.wide;
     }
+    bool multiplies_as_int8() const { return num_scales == 1; }
     i64 vector_bytes() const { return kPanel * (wide ? 4 : 2); }
     i64 quants_offset() const { return (num_scales + (has_minimum ? 1 : 0)) * vector_bytes(); }
     i64 bytes() const { return quants_offset() + kPanel * 32 * bits / 8; }
@@ -51,5 +53,16 @@ void pack_cells(const StoredRows& rows, i64 first, i64 count, const PackedWeight
                 i64 column);
 
 float half_to_float(std::uint16_t half);
+
+static inline int cell_quant(const std::uint8_t* cell, CellFormat f, i64 k, i64 column) {
+    const std::uint8_t* quants = cell + f.quants_offset();
+    if (f.bits == 4) {
+        const int byte = quants[k % 16 / 4 * 128 + column * 4 + k % 4];
+        return (k < 16 ? byte & 15 : byte >> 4) - f.bias;
+    }
+    const i64 group = f.multiplies_as_int8() ? 4 : 2;  // of k
+    return static_cast<std::int8_t>(
+        quants[k / group * kPanel * group + column * group + k % group]);
+}
 
 }  // namespace octavo
