@@ -20,8 +20,7 @@ namespace {
 
 using In = nb::ndarray<nb::ro, nb::device::cpu>;
 using Out = nb::ndarray<nb::device::cpu>;
-using Bytes =
-    nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::ro, nb::device::cpu>;
+using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::ro, nb::device::cpu>;
 using Indices = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] void fail(const std::string& text) { throw nb::value_error(text.c_str()); }
@@ -257,8 +256,8 @@ public:
         return new Linear(w, std::move(part));
     }
 
-    // Parts [rows, bytes of a row] uint8 stacked along N, each in its own stored format; kinds as in
-    // `stored_kinds`.
+    // Parts [rows, bytes of a row] uint8 stacked along N, each in its own stored format; kinds as
+    // in `stored_kinds`.
     Linear* pack_stored(const std::vector<Bytes>& parts, const std::vector<std::string>& kinds,
                         i64 in_features) {
         require(dtype_ == DType::bf16, "stored weights are computed from with bfloat16 only");

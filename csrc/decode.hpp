@@ -1,6 +1,7 @@
-// Cells of quantised weights back to numbers: a row for the embedding, and whole panels to bf16 where
-// two scales over 32 k (Q6_K) don't go with int8 dot products. A value is first rounded as ggml
-// dequantises it to float32, then to bf16, so such a product has the bits of the widened weight's.
+// Cells of quantised weights back to numbers: a row for the embedding, and whole panels to bf16
+// where two scales over 32 k (Q6_K) don't go with int8 dot products. A value is first rounded as
+// ggml dequantises it to float32, then to bf16, so such a product has the bits of the widened
+// weight's.
 #pragma once
 
 #include "dot8.hpp"
@@ -32,8 +33,7 @@ inline void decode_cell(const std::uint8_t* cell, CellFormat f, bf16* out) {
     for (i64 half = 0; half < 2; ++half) {
         float scale[2 * kPanel], value[2 * kPanel];
         for (i64 c = 0; c < kPanel; ++c) {
-            scale[2 * c] = scale[2 * c + 1] =
-                cell_scale(cell + half * f.vector_bytes(), f.wide, c);
+            scale[2 * c] = scale[2 * c + 1] = cell_scale(cell + half * f.vector_bytes(), f.wide, c);
         }
         for (i64 pair = half * 8; pair < half * 8 + 8; ++pair) {
             const std::int8_t* at = quants + pair * 2 * kPanel;

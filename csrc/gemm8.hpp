@@ -12,10 +12,10 @@ namespace octavo::OCTAVO_LEVEL {
 
 struct Activations8 {
     std::int8_t* quants;  // [rows][k_padded]
-    std::int32_t* sums;   // [rows][num_groups]: of the quants
-    float* scales;        // [rows][num_groups]
-    float* scaled_sums;   // [rows][num_groups]: scales * sums
-    i64 k_padded, num_groups;
+    std::int32_t* sums;   // [num_groups][rows]: of the quants
+    float* scales;        // [num_groups][rows]
+    float* scaled_sums;   // [num_groups][rows]: scales * sums
+    i64 rows, k_padded, num_groups;
 };
 
 // 32 values: scale = largest / 127, quants by the nearest whole number. A value that is no number
@@ -43,7 +43,7 @@ void quantise_group(const X* x, i64 count, const Activations8& a, i64 row, i64 g
         out[k] = static_cast<std::int8_t>(q);
         sum += q;
     }
-    const i64 at = row * a.num_groups + group;
+    const i64 at = group * a.rows + row;
     const float scale = top / 127.0f + reduce_add(poison);
     a.sums[at] = sum;
     a.scales[at] = scale;
@@ -52,6 +52,7 @@ void quantise_group(const X* x, i64 count, const Activations8& a, i64 row, i64 g
 
 inline Activations8 quantise_rows(const Matrix& x, i64 k_padded) {
     Activations8 a{};
+    a.rows = x.rows;
     a.k_padded = k_padded;
     a.num_groups = k_padded / kCellK;
     const i64 cells = x.rows * a.num_groups;
@@ -102,14 +103,14 @@ inline __attribute__((always_inline)) void cell_step(const Tile8& t, const std::
                                                      VF (&acc)[R][CV]) {
     const std::uint8_t* quants = cell + f.quants_offset() + column * 4;
     const std::int8_t* x = t.x.quants + t.row * t.x.k_padded + group * kCellK;
-    const i64 at = t.row * t.x.num_groups + group;
+    const i64 at = group * t.x.rows + t.row;
     Ints dots[R][CV];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-        for (int c = 0; c < CV; ++c) dots[r][c] = start(t.x.sums[at + r * t.x.num_groups]);
+        for (int c = 0; c < CV; ++c) dots[r][c] = start(t.x.sums[at + r]);
     }
-    const auto multiply = [&](const Bytes(&w)[CV], i64 quad) {
+    const auto multiply = [&](const Bytes(&w)[CV], i64 quad) __attribute__((always_inline)) {
         Weights8 weights[CV];
         for (int c = 0; c < CV; ++c) weights[c] = prepare(w[c]);
 #pragma GCC unroll 8
@@ -139,11 +140,10 @@ inline __attribute__((always_inline)) void cell_step(const Tile8& t, const std::
             HasMinimum ? load_scales(cell + f.vector_bytes(), f.wide, first) : zero();
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const i64 group_at = at + r * t.x.num_groups;
             const VF scaled = mul(to_floats(dots[r][c]), scale);
-            acc[r][c] = fma(scaled, set1(t.x.scales[group_at]), acc[r][c]);
+            acc[r][c] = fma(scaled, set1(t.x.scales[at + r]), acc[r][c]);
             if constexpr (HasMinimum) {
-                acc[r][c] = fma(minimum, set1(t.x.scaled_sums[group_at]), acc[r][c]);
+                acc[r][c] = fma(minimum, set1(t.x.scaled_sums[at + r]), acc[r][c]);
             }
         }
     }
@@ -188,7 +188,7 @@ void some_rows8(const Tile8& t, i64 rows, const CellPanel& panel, i64 first_colu
 
 #if defined(__AMX_INT8__)
 
-// Four groups of k at a time: tiles 0-3 are their sums, 4 and 5 activations, 6 and 7 weights.
+// Two groups of k at a time: tiles 0-3 are sums, 4 and 5 activations, 6 and 7 weights.
 inline void configure8(int rows) {
     TileConfig config;
     for (int i = 0; i < 8; ++i) {
@@ -198,24 +198,34 @@ inline void configure8(int rows) {
     _tile_loadconfig(&config);
 }
 
-// Dots of 4 groups (or of `count`, the rest) of 16 columns into dots [4][16 rows][16].
+// Dots of 16 columns and one group (or two, `both`) into dots [2][16 rows][16]. Odd and even calls
+// take tiles of their own, so that one's products overlap the other's stores. The instructions take
+// their tiles as literal numbers only.
+#define OCTAVO_DOTS(low, high)                  \
+    _tile_zero(low);                            \
+    _tile_loadd(4, a, lda);                     \
+    _tile_loadd(6, b, kPanel * 4);              \
+    _tile_dpbssd(low, 4, 6);                    \
+    if (both) {                                 \
+        _tile_zero(high);                       \
+        _tile_loadd(5, a + kCellK, lda);        \
+        _tile_loadd(7, b + b_step, kPanel * 4); \
+        _tile_dpbssd(high, 5, 7);               \
+    }                                           \
+    _tile_stored(low, dots, 64);                \
+    if (both) _tile_stored(high, dots + 16 * 16, 64);
+
+template <bool Odd>
 inline __attribute__((always_inline)) void amx_dots(const std::int8_t* a, i64 lda,
-                                                    const std::uint8_t* const (&b)[4], i64 ldb,
-                                                    i64 count, std::int32_t* dots) {
-#define OCTAVO_GROUP(sum, rows_tile, weights_tile, index)              \
-    if (index < count) {                                               \
-        _tile_zero(sum);                                               \
-        _tile_loadd(rows_tile, a + index * kCellK, lda);               \
-        _tile_loadd(weights_tile, b[index], ldb);                      \
-        _tile_dpbssd(sum, rows_tile, weights_tile);                    \
-        _tile_stored(sum, dots + index * 16 * 16, 64);                 \
+                                                    const std::uint8_t* b, i64 b_step, bool both,
+                                                    std::int32_t* dots) {
+    if constexpr (Odd) {
+        OCTAVO_DOTS(2, 3)
+    } else {
+        OCTAVO_DOTS(0, 1)
     }
-    OCTAVO_GROUP(0, 4, 6, 0)
-    OCTAVO_GROUP(1, 5, 7, 1)
-    OCTAVO_GROUP(2, 4, 6, 2)
-    OCTAVO_GROUP(3, 5, 7, 3)
-#undef OCTAVO_GROUP
 }
+#undef OCTAVO_DOTS
 
 // A 4-bit cell as int8 [8 quads][32 columns][4].
 inline void spread_nibbles(const std::uint8_t* quants, int bias, std::uint8_t* out) {
@@ -226,43 +236,47 @@ inline void spread_nibbles(const std::uint8_t* quants, int bias, std::uint8_t* o
     }
 }
 
-// R rows (up to 16) of 16 columns over all of K. `quants` has the cells' int8, `cells` their scales.
-template <int R, bool HasMinimum>
+// R rows (up to 16) of 16 columns over all of K. `quants` has the cells' int8, `cells` their
+// scales.
+template <int R, bool HasMinimum, bool Wide>
 void amx_columns8(const Tile8& t, const CellPanel& panel, const std::uint8_t* quants,
                   i64 quants_stride, i64 column, i64 first_column) {
     const i64 num_groups = t.x.num_groups;
     const CellFormat f = panel.format;
-    alignas(64) std::int32_t dots[2][4 * 16 * 16];
+    // One page in all: no store here has the low address bits of a load that must not wait for it.
+    alignas(4096) std::int32_t dots[2][2 * 16 * 16];
     VF acc[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r] = zero();
-    const auto multiply = [&](i64 group, std::int32_t* to) {
-        const std::uint8_t* b[4];
-        for (i64 i = 0; i < 4; ++i) b[i] = quants + (group + i) * quants_stride + column * 4;
-        amx_dots(t.x.quants + t.row * t.x.k_padded + group * kCellK, t.x.k_padded, b, kPanel * 4,
-                 num_groups - group, to);
+    const std::int8_t* a = t.x.quants + t.row * t.x.k_padded;
+    const auto multiply = [&](i64 group, auto odd) __attribute__((always_inline)) {
+        amx_dots<decltype(odd)::value>(a + group * kCellK, t.x.k_padded,
+                                       quants + group * quants_stride + column * 4, quants_stride,
+                                       group + 1 < num_groups, dots[decltype(odd)::value]);
     };
-    multiply(0, dots[0]);
-    for (i64 first = 0; first < num_groups; first += 4) {
-        const std::int32_t* now = dots[first / 4 % 2];
-        if (first + 4 < num_groups) multiply(first + 4, dots[(first / 4 + 1) % 2]);
-        for (i64 group = first; group < min64(first + 4, num_groups); ++group) {
-            const std::uint8_t* cell = panel.data + group * f.bytes();
-            const VF scale = load_scales(cell, f.wide, column);
-            const VF minimum =
-                HasMinimum ? load_scales(cell + f.vector_bytes(), f.wide, column) : zero();
-            const float* x_scale = t.x.scales + t.row * num_groups + group;
-            const float* x_sum = t.x.scaled_sums + t.row * num_groups + group;
-            const std::int32_t* dot = now + (group - first) * 16 * 16;
+    const auto add_group = [&](i64 group, const std::int32_t* dot) __attribute__((always_inline)) {
+        const std::uint8_t* cell = panel.data + group * f.bytes();
+        const VF scale = load_scales(cell, Wide, column);
+        const VF minimum = HasMinimum ? load_scales(cell + f.vector_bytes(), Wide, column) : zero();
+        const float* x_scale = t.x.scales + group * t.x.rows + t.row;
+        const float* x_sum = t.x.scaled_sums + group * t.x.rows + t.row;
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const VF scaled = mul(to_floats(_mm512_load_si512(dot + r * 16)), scale);
-                acc[r] = fma(scaled, set1(x_scale[r * num_groups]), acc[r]);
-                if constexpr (HasMinimum) {
-                    acc[r] = fma(minimum, set1(x_sum[r * num_groups]), acc[r]);
-                }
-            }
+        for (int r = 0; r < R; ++r) {
+            const VF scaled = mul(to_floats(_mm512_load_si512(dot + r * 16)), scale);
+            acc[r] = fma(scaled, set1(x_scale[r]), acc[r]);
+            if constexpr (HasMinimum) acc[r] = fma(minimum, set1(x_sum[r]), acc[r]);
         }
+    };
+    const auto add = [&](i64 first, const std::int32_t* now) __attribute__((always_inline)) {
+        add_group(first, now);
+        if (first + 1 < num_groups) add_group(first + 1, now + 16 * 16);
+    };
+    multiply(0, std::false_type{});
+    for (i64 group = 0; group < num_groups; group += 4) {
+        if (group + 2 < num_groups) multiply(group + 2, std::true_type{});
+        add(group, dots[0]);
+        if (group + 4 < num_groups) multiply(group + 4, std::false_type{});
+        if (group + 2 < num_groups) add(group + 2, dots[1]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store_columns8(t.out, t.row + r, first_column + column, acc[r]);
@@ -276,11 +290,14 @@ void amx_rows8(const Tile8& t, i64 rows, const CellPanel& panel, const std::uint
             return amx_rows8<R - 1>(t, rows, panel, quants, quants_stride, first_column);
         }
     }
+    const CellFormat& f = panel.format;
     for (i64 column = 0; column < kPanel; column += 16) {
-        if (panel.format.has_minimum) {
-            amx_columns8<R, true>(t, panel, quants, quants_stride, column, first_column);
+        if (f.has_minimum && f.wide) {
+            amx_columns8<R, true, true>(t, panel, quants, quants_stride, column, first_column);
+        } else if (f.has_minimum) {
+            amx_columns8<R, true, false>(t, panel, quants, quants_stride, column, first_column);
         } else {
-            amx_columns8<R, false>(t, panel, quants, quants_stride, column, first_column);
+            amx_columns8<R, false, false>(t, panel, quants, quants_stride, column, first_column);
         }
     }
 }
@@ -296,8 +313,8 @@ inline void panel_product8(const Activations8& x, const CellPanel& panel, i64 be
     const std::uint8_t* quants = panel.data + f.quants_offset();
     i64 stride = f.bytes();
     if (f.bits == 4) {
-        auto* spread = static_cast<std::uint8_t*>(
-            scratch(Scratch::weights, x.num_groups * kCellK * kPanel));
+        auto* spread =
+            static_cast<std::uint8_t*>(scratch(Scratch::weights, x.num_groups * kCellK * kPanel));
         for (i64 g = 0; g < x.num_groups; ++g) {
             spread_nibbles(quants + g * stride, f.bias, spread + g * kCellK * kPanel);
         }

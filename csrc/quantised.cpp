@@ -19,15 +19,24 @@ struct BlockSize {
 
 BlockSize block_size(Stored kind) {
     switch (kind) {
-        case Stored::f32: return {1, 4};
-        case Stored::q8_0: return {32, 34};
-        case Stored::q4_0: return {32, 18};
-        case Stored::q4_1: return {32, 20};
-        case Stored::q5_0: return {32, 22};
-        case Stored::q5_1: return {32, 24};
-        case Stored::q4_k: return {256, 144};
-        case Stored::q5_k: return {256, 176};
-        case Stored::q6_k: return {256, 210};
+        case Stored::f32:
+            return {1, 4};
+        case Stored::q8_0:
+            return {32, 34};
+        case Stored::q4_0:
+            return {32, 18};
+        case Stored::q4_1:
+            return {32, 20};
+        case Stored::q5_0:
+            return {32, 22};
+        case Stored::q5_1:
+            return {32, 24};
+        case Stored::q4_k:
+            return {256, 144};
+        case Stored::q5_k:
+            return {256, 176};
+        case Stored::q6_k:
+            return {256, 210};
     }
     return {1, 1};
 }
@@ -131,12 +140,23 @@ void unpack(Stored kind, const std::uint8_t* row, i64 k, i64 cell, Group& g) {
     g.half[0] = half_at(block);
     g.half[1] = half_at(block + 2);
     switch (kind) {
-        case Stored::q8_0: std::memcpy(g.quants, block + 2, 32); break;
-        case Stored::q4_0: nibbles(block + 2, nullptr, 0, g); break;
-        case Stored::q4_1: nibbles(block + 4, nullptr, 0, g); break;
-        case Stored::q5_0: nibbles(block + 6, block + 2, 16, g); break;
-        case Stored::q5_1: nibbles(block + 8, block + 4, 0, g); break;
-        default: unpack_k(kind, block, cell % 8, g);
+        case Stored::q8_0:
+            std::memcpy(g.quants, block + 2, 32);
+            break;
+        case Stored::q4_0:
+            nibbles(block + 2, nullptr, 0, g);
+            break;
+        case Stored::q4_1:
+            nibbles(block + 4, nullptr, 0, g);
+            break;
+        case Stored::q5_0:
+            nibbles(block + 6, block + 2, 16, g);
+            break;
+        case Stored::q5_1:
+            nibbles(block + 8, block + 4, 0, g);
+            break;
+        default:
+            unpack_k(kind, block, cell % 8, g);
     }
 }
 
@@ -160,8 +180,8 @@ void write(const Group& g, CellFormat format, std::uint8_t* cell, i64 column) {
             continue;
         }
         std::uint8_t& byte = quants[k % 16 / 4 * 128 + column * 4 + k % 4];
-        byte = static_cast<std::uint8_t>(k < 16 ? (byte & 0xf0) | quant
-                                                : (byte & 0x0f) | quant << 4);
+        byte =
+            static_cast<std::uint8_t>(k < 16 ? (byte & 0xf0) | quant : (byte & 0x0f) | quant << 4);
     }
 }
 
@@ -183,15 +203,22 @@ float half_to_float(std::uint16_t half) {
 
 CellFormat cell_format(Stored kind) {
     switch (kind) {
-        case Stored::q4_0: return {4, 8, 1, false, false};
-        case Stored::q4_1: return {4, 0, 1, true, false};
-        case Stored::q5_1: return {8, 0, 1, true, false};
-        case Stored::q4_k: return {4, 0, 1, true, true};
-        case Stored::q5_k: return {8, 0, 1, true, true};
-        case Stored::q6_k: return {8, 0, 2, false, true};
+        case Stored::q4_0:
+            return {4, 8, 1, false, false};
+        case Stored::q4_1:
+            return {4, 0, 1, true, false};
+        case Stored::q5_1:
+            return {8, 0, 1, true, false};
+        case Stored::q4_k:
+            return {4, 0, 1, true, true};
+        case Stored::q5_k:
+            return {8, 0, 1, true, true};
+        case Stored::q6_k:
+            return {8, 0, 2, false, true};
         case Stored::f32:
         case Stored::q8_0:
-        case Stored::q5_0: break;
+        case Stored::q5_0:
+            break;
     }
     return {8, 0, 1, false, false};
 }

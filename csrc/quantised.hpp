@@ -1,6 +1,6 @@
-// Weights that stay quantised in memory. Every stored format becomes cells: 32 output columns x 32 k
-// with their scales. gemm8.hpp multiplies them as int8; those with two scales over 32 k (Q6_K) are
-// turned into bf16 panels by decode.hpp just before their use.
+// Weights that stay quantised in memory. Every stored format becomes cells: 32 output columns x 32
+// k with their scales. gemm8.hpp multiplies them as int8; those with two scales over 32 k (Q6_K)
+// are turned into bf16 panels by decode.hpp just before their use.
 #pragma once
 
 #include "common.hpp"
@@ -47,8 +47,8 @@ struct StoredRows {
 CellFormat cell_format(Stored kind);
 i64 row_bytes(Stored kind, i64 k);  // 0 where k is no whole number of blocks
 
-// Fills panel `panel` (its data is writable here) with columns [column, column + count) of the panel
-// from `rows`, starting at row `first`.
+// Fills panel `panel` (its data is writable here) with columns [column, column + count) of the
+// panel from `rows`, starting at row `first`.
 void pack_cells(const StoredRows& rows, i64 first, i64 count, const PackedWeight& w, i64 panel,
                 i64 column);
 

@@ -132,11 +132,12 @@ class BackendConfig:
     """Instruction-set level of the cpu backend. Default: the best that the machine has."""
 
     dtype: str = "auto"
-    """Number format of weights and activations: auto (bfloat16, and weights that a GGUF file holds
-    quantised stay so in memory), bfloat16 or float32."""
+    """Number format of weights and activations: auto, bfloat16 or float32."""
 
     quantization: str | None = None
-    """Quantise the weights at load: int8 (a scale for each 32 values of a row). Default: none."""
+    """Compute from quantised weights: int8 (any model, quantised at load, a scale for each 32 values
+    of a row) or stored (what a GGUF file holds quantised stays as it is). Activations are quantised
+    alike. Faster at few rows at a time, slower at many. Default: weights as dtype says."""
 
     def __post_init__(self) -> None:
         _require(self.backend in ("cpu", "reference"), "backend", self.backend, "cpu or reference")
@@ -150,7 +151,10 @@ class BackendConfig:
             "auto or float32 with the reference backend",
         )
         _require(
-            self.quantization in (None, "int8"), "quantization", self.quantization, "int8 or unset"
+            self.quantization in (None, "int8", "stored"),
+            "quantization",
+            self.quantization,
+            "int8, stored or unset",
         )
         _require(
             self.quantization is None or (self.backend == "cpu" and self.dtype != "float32"),

@@ -102,7 +102,7 @@ def test_products_and_embedding_of_a_stored_weight(
     level: str, rows: int, n: int, blocks: int, kind: str, seed: int
 ) -> None:
     """Law: float32 sums of exact integer dot products; the embedding reads the same cells."""
-    ops = make_kernels(threads=2, isa=level)
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
     k = blocks * KINDS[kind].block_size
     stored = random_rows(kind, n, k, seed)
     weight = dequantised(stored, k)
@@ -121,7 +121,7 @@ def test_products_and_embedding_of_a_stored_weight(
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_format_on_every_level(level: str, kind: str) -> None:
     """The same law, for each format and level there is, with more rows than one tile."""
-    ops = make_kernels(threads=2, isa=level)
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
     stored = random_rows(kind, 100, 768, 7)
     kept = ops.pack_stored([stored], 768)
     x = activations(45, 768, ops, 7)
@@ -132,7 +132,7 @@ def test_every_format_on_every_level(level: str, kind: str) -> None:
 @levels
 def test_the_largest_quants_do_not_overflow(level: str) -> None:
     """Pairs of products at the ends of int8, -128 included, in every vector width's sums."""
-    ops = make_kernels(threads=2, isa=level)
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
     stored = random_rows("Q8_0", 40, 320, 3)
     blocks = stored.rows.reshape(-1, 34)
     blocks[:, 2:] = np.random.default_rng(3).choice([128, 127], blocks[:, 2:].shape)
@@ -145,7 +145,7 @@ def test_the_largest_quants_do_not_overflow(level: str) -> None:
 @levels
 def test_what_is_no_number_stays_in_its_row(level: str) -> None:
     """A NaN or infinite activation makes its own row NaN, so that the fault shows, and no other."""
-    ops = make_kernels(threads=2, isa=level)
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
     weight = ops.pack_stored([random_rows("Q4_1", 40, 64, 0)], 64)
     x = activations(20, 64, ops, 0)
     whole = product(ops, x, weight, np.float32)
@@ -181,7 +181,7 @@ def test_a_row_of_a_quantised_product_is_the_same_alone(
     level: str, rows: int, n: int, blocks: int, kind: str, seed: int
 ) -> None:
     """Law: whatever M is, and however many threads share it."""
-    ops = make_kernels(threads=2, isa=level)
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
     k = blocks * KINDS[kind].block_size
     weight = ops.pack_stored([random_rows(kind, n, k, seed)], k)
     x = activations(rows, k, ops, seed)
@@ -191,14 +191,14 @@ def test_a_row_of_a_quantised_product_is_the_same_alone(
     cut = rows // 3
     assert bits(product(ops, x[cut:], weight, np.float32)) == bits(whole[cut:])
     for threads in (1, 3):
-        other = make_kernels(threads=threads, isa=level)
+        other = make_kernels(threads=threads, isa=level, quantization="stored")
         assert bits(product(other, x, weight, np.float32)) == bits(whole)
 
 
 @levels
 def test_parts_of_different_formats_make_one_product(level: str) -> None:
     """q, k and v of one file are often stored in two formats (the mixes of K-quants)."""
-    ops = make_kernels(threads=2, isa=level)
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
     sizes = {"Q4_K": 64, "Q6_K": 32, "Q8_0": 10}
     parts = [random_rows(kind, n, 256, n) for kind, n in sizes.items()]
     x = activations(5, 256, ops, 0)
@@ -214,7 +214,7 @@ def test_parts_of_different_formats_make_one_product(level: str) -> None:
 
 def test_packed_sizes() -> None:
     """A kept weight takes what its format takes, and no copy in bfloat16 besides."""
-    ops = make_kernels()
+    ops = make_kernels(quantization="stored")
     bits_a_weight = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 6, "Q6_K": 10}
     for kind, size in bits_a_weight.items():
         packed = ops.pack_stored([random_rows(kind, 64, 256, 0)], 256)
@@ -224,7 +224,7 @@ def test_packed_sizes() -> None:
 
 def test_quantised_doors() -> None:
     """Rows of another size, and settings that don't go together, are refused."""
-    ops = make_kernels()
+    ops = make_kernels(quantization="stored")
     stored = random_rows("Q4_1", 4, 64, 0)
     with pytest.raises(ValueError, match="in_features"):
         ops.pack_stored([stored], 96)
@@ -233,5 +233,6 @@ def test_quantised_doors() -> None:
     for refused in ({"quantization": "int4"}, {"quantization": "int8", "dtype": "float32"}):
         with pytest.raises(ConfigError, match="int8"):
             make_kernels(**refused)
-    assert make_kernels(dtype="bfloat16").stored_kinds == frozenset()
+    assert make_kernels().stored_kinds == frozenset()
     assert make_kernels(quantization="int8").stored_kinds == frozenset()
+    assert make_kernels(quantization="stored").stored_kinds == frozenset(KINDS)

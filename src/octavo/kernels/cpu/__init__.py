@@ -20,16 +20,16 @@ def make_kernels(
 
     threads: size of the process-wide team (None: every CPU that this process may use).
     isa: a level of available_levels() (None: the environment's OCTAVO_ISA, else the best).
-    dtype: of activations, weights and KV cache; "auto" is bfloat16, with weights that a model file
-        holds quantised kept as they are.
-    quantization: "int8" brings every linear weight to int8, with a scale per 32 values of a row.
+    dtype: of activations, weights and KV cache; "auto" is bfloat16.
+    quantization: "int8" brings every linear weight to int8, with a scale per 32 values of a row;
+        "stored" keeps weights that a model file holds quantised as they are.
     Raises ConfigError.
     """
     level = choose_level(isa)
     resolved = resolve_dtype(dtype)
-    if quantization is not None and (quantization != "int8" or resolved == FLOAT32):
-        wanted = "int8, with the dtype auto or bfloat16"
+    known = quantization in (None, "int8", "stored")
+    if not known or (quantization is not None and resolved == FLOAT32):
+        wanted = "int8 or stored, with the dtype auto or bfloat16"
         raise ConfigError("quantization", quantization, wanted)
     set_threads(threads)
-    keeps = dtype == "auto" and quantization is None
-    return CpuKernels(level, resolved, int8=quantization == "int8", keeps_stored=keeps)
+    return CpuKernels(level, resolved, quantization=quantization)

@@ -45,15 +45,14 @@ class CpuKernels:
         level: str,
         dtype: np.dtype[Any],
         *,
-        int8: bool = False,
-        keeps_stored: bool = False,
+        quantization: str | None = None,
     ) -> None:
-        """int8: quantise what pack_linear gets. keeps_stored: take a model file's own formats."""
+        """quantization "int8": quantise what pack_linear gets; "stored": keep a file's formats."""
         self.isa = level
         self.dtype: Any = dtype
-        kinds = _native.stored_kinds() if keeps_stored else []
+        kinds = _native.stored_kinds() if quantization == "stored" else []
         self.stored_kinds = frozenset(kinds) - {"F32"}
-        self._int8 = int8
+        self._int8 = quantization == "int8"
         self._packed_kinds: set[str] = set()
         self._ops = _native.Ops(level, dtype == FLOAT32)
 
