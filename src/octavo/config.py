@@ -135,9 +135,9 @@ class BackendConfig:
     """Number format of weights and activations: auto, bfloat16 or float32."""
 
     quantization: str | None = None
-    """Compute from quantised weights: int8 (any model, quantised at load, a scale for each 32 values
-    of a row) or stored (what a GGUF file holds quantised stays as it is). Activations are quantised
-    alike. Faster at few rows at a time, slower at many. Default: weights as dtype says."""
+    """Compute from quantised weights: int8 (any model, quantised at load, a scale per 32 values of
+    a row) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
+    too. Faster for few requests at a time, slower for many. Default: weights as dtype says."""
 
     def __post_init__(self) -> None:
         _require(self.backend in ("cpu", "reference"), "backend", self.backend, "cpu or reference")

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from octavo.checkpoint import (
-    StoredRows,
     Checkpoint,
     GenerationDefaults,
     ModelConfig,
     RopeScaling,
+    StoredRows,
     TokenizerSpec,
 )
 from octavo.errors import ModelLoadError

@@ -161,9 +161,7 @@ def test_what_is_no_number_stays_in_its_row(level: str) -> None:
 @given(
     rows=st.integers(1, 70), n=st.integers(1, 140), k=st.integers(1, 200), seed=st.integers(0, 99)
 )
-def test_int8_is_what_its_definition_says(
-    level: str, rows: int, n: int, k: int, seed: int
-) -> None:
+def test_int8_is_what_its_definition_says(level: str, rows: int, n: int, k: int, seed: int) -> None:
     """Law: int8 weights, a float16 scale per 32 values of a row, the quants by that scale."""
     ops = make_kernels(threads=2, isa=level, quantization="int8")
     weight = np.random.default_rng(seed).standard_normal((n, k), np.float32)

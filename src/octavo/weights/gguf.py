@@ -110,7 +110,6 @@ class GGUFFile:
         self._file.release(info.offset, info.num_bytes)
         return out
 
-
     def load_stored(
         self, name: str, kinds: frozenset[str], *, num_interleaved_heads: int = 0
     ) -> StoredRows | None:
