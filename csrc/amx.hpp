@@ -34,7 +34,16 @@ struct AmxProduct {
     const PackedWeight& w;
     const Matrix& out;
     i64 row;  // of out
+    i64 part, num_parts;  // which of the passes over a panel this is
 };
+
+// Asks for this pass's share of the next panel, step by step, so that memory is read at an even
+// rate while the passes over this panel compute. The panel must not be the last of the weight.
+inline void amx_fetch_next(const AmxProduct& p, const bf16* b) {
+    const i64 lines = ceil_div(32, p.num_parts);
+    const bf16* next = b + p.w.panel_elements() + p.part * lines * 32;
+    for (i64 line = 0; line < lines; ++line) __builtin_prefetch(next + line * 32, 0, 2);
+}
 
 // Asks for the weights a few steps on; the hardware's own prefetch does not keep up with tiles.
 // Running past a panel fetches the start of the next one.
@@ -60,6 +69,22 @@ inline void amx_store(const AmxProduct& p, const float* sums, i64 panel) {
     }
 }
 
+// Logits: megabytes that are read much later. Written past the caches, they need not be read
+// first, nor do they push out weights.
+inline bool amx_streams(const Matrix& out) {
+    return out.rows * out.cols >= (1 << 19) && out.stride % 16 == 0 &&
+           reinterpret_cast<std::uintptr_t>(out.data) % 64 == 0;
+}
+
+inline void amx_stream(const AmxProduct& p, const float* sums, i64 panel) {
+    for (i64 r = 0; r < p.num_rows; ++r) {
+        float* to = p.out.row<float>(p.row + r) + panel * kPanel;
+        for (i64 c = 0; c < kPanel; c += 16) {
+            _mm512_stream_ps(to + c, load(sums + r * kPanel + c).v);
+        }
+    }
+}
+
 // 17 to 32 rows against one panel: four chains of sums.
 inline void amx_panel_tall(const AmxProduct& p, i64 panel) {
     alignas(64) float sums[32 * kPanel];
@@ -71,8 +96,10 @@ inline void amx_panel_tall(const AmxProduct& p, i64 panel) {
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+    const bool ahead = p.num_parts > 1 && panel + 1 < p.w.num_panels();
     for (i64 step = 0; step < p.num_steps; ++step) {
-        amx_prefetch(b);
+        if (p.part == 0) amx_prefetch(b);
+        if (ahead) amx_fetch_next(p, b);
         _tile_loadd(6, b, kPanel * 4);
         _tile_loadd(4, low, stride);
         _tile_dpbf16ps(0, 4, 6);
@@ -85,14 +112,20 @@ inline void amx_panel_tall(const AmxProduct& p, i64 panel) {
         high += 32;
         b += 32 * kPanel;
     }
-    const bool direct = p.out.dtype == DType::f32 && (panel + 1) * kPanel <= p.out.cols;
+    const bool whole = p.out.dtype == DType::f32 && (panel + 1) * kPanel <= p.out.cols;
+    const bool past_caches = whole && amx_streams(p.out);
+    const bool direct = whole && !past_caches;
     float* to = direct ? p.out.row<float>(p.row) + panel * kPanel : sums;
     const i64 to_stride = direct ? p.out.stride : kPanel;
     _tile_stored(0, to, to_stride * 4);
     _tile_stored(1, to + 16, to_stride * 4);
     _tile_stored(2, to + 16 * to_stride, to_stride * 4);
     _tile_stored(3, to + 16 * to_stride + 16, to_stride * 4);
-    if (!direct) amx_store(p, sums, panel);
+    if (past_caches) {
+        amx_stream(p, sums, panel);
+    } else if (!direct) {
+        amx_store(p, sums, panel);
+    }
 }
 
 // Up to 16 rows against two panels: four chains of sums again.
@@ -142,22 +175,56 @@ inline void configure_flat(int rows) {
     _tile_loadconfig(&config);
 }
 
+inline void configure_rows(i64 rows) {
+    if (rows > 16) {
+        configure_product(16, static_cast<int>(rows - 16));
+    } else {
+        configure_flat(static_cast<int>(rows));
+    }
+}
+
+// 33 to 128 rows: each panel is read from memory once and meets all rows while it is near.
+inline void amx_product_together(const bf16* a, i64 lda, i64 begin, i64 end,
+                                 const PackedWeight& w, i64 first_panel, i64 last_panel,
+                                 const Matrix& out) {
+    const i64 num_parts = ceil_div(end - begin, 32);
+    i64 configured = 0;
+    for (i64 panel = first_panel; panel < last_panel; ++panel) {
+        for (i64 part = 0; part < num_parts; ++part) {
+            const i64 row = begin + part * 32, rows = min64(32, end - row);
+            const AmxProduct p{a + row * lda, lda, w.k_padded / 32, rows, w, out, row, part,
+                               num_parts};
+            if (rows != configured) configure_rows(rows);
+            configured = rows;
+            if (rows > 16) {
+                amx_panel_tall(p, panel);
+            } else {
+                amx_panels_flat(p, panel, false);
+            }
+        }
+    }
+}
+
 inline void amx_product(const bf16* a, i64 lda, i64 begin, i64 end, const PackedWeight& w,
                         i64 first_panel, i64 last_panel, const Matrix& out) {
+    if (end - begin > 32 && end - begin <= 128) {
+        amx_product_together(a, lda, begin, end, w, first_panel, last_panel, out);
+        begin = end;
+    }
     for (i64 row = begin; row < end; row += 32) {
         const i64 rows = min64(32, end - row);
-        const AmxProduct p{a + row * lda, lda, w.k_padded / 32, rows, w, out, row};
+        const AmxProduct p{a + row * lda, lda, w.k_padded / 32, rows, w, out, row, 0, 1};
+        configure_rows(rows);
         if (rows > 16) {
-            configure_product(16, static_cast<int>(rows - 16));
             for (i64 panel = first_panel; panel < last_panel; ++panel) amx_panel_tall(p, panel);
         } else {
-            configure_flat(static_cast<int>(rows));
             for (i64 panel = first_panel; panel < last_panel; panel += 2) {
                 amx_panels_flat(p, panel, panel + 1 < last_panel);
             }
         }
     }
     _tile_release();
+    _mm_sfence();  // what was streamed is seen by whoever sees that this task is done
 }
 
 // Attention on tiles: 16 queries at a time, whole tiles always (a product costs the same with fewer

@@ -70,6 +70,9 @@ struct AttentionTask {
     B* gathered;             // [kTileUnits][2][kUnit * dim]
     const B* k_units[kTileUnits];
     const B* v_units[kTileUnits];
+    const AttentionItem* after = nullptr;  // the item that this thread most likely does next
+    const char* ahead[kTileUnits];         // units of the tile after this one
+    i64 num_ahead = 0, next_ahead = 0;
 
     i64 row_len(i64 query) const { return first_len + query / group; }
     i64 longest() const { return first_len + item.num_rows - 1; }
@@ -127,10 +130,93 @@ struct AttentionTask {
         return reinterpret_cast<const B*>(args.pool.head(block, args.layer, item.kv_head));
     }
 
+    // An int8 unit in the form that attention computes in: K and V each as q * scale.
+    void expand_unit(const char* unit, B* out) const {
+        const auto* q = reinterpret_cast<const std::int8_t*>(unit);
+        float scales[2][kUnit], pairs[2][2 * kUnit];
+        std::memcpy(scales, unit + 2 * kUnit * dim, sizeof(scales));
+        for (i64 i = 0; i < 2 * kUnit; ++i) {
+            pairs[0][i] = scales[0][i / 2];
+        }
+        auto put = [&](const std::int8_t* from, const float* scale, B* to) {
+            float row[2 * kUnit];
+            for (i64 i = 0; i < 2 * kUnit; ++i) row[i] = static_cast<float>(from[i]) * scale[i];
+            for (i64 i = 0; i < 2 * kUnit; i += VF::W) store(to + i, load(row + i));
+        };
+        for (i64 pair = 0; pair < kUnit / 2; ++pair) {
+            for (i64 i = 0; i < 2 * kUnit; ++i) pairs[1][i] = scales[1][2 * pair + i % 2];
+            const i64 begin = kUnit * dim + pair * 2 * dim;
+            for (i64 d = 0; d < 2 * dim; d += 2 * kUnit) put(q + begin + d, pairs[1], out + begin + d);
+        }
+        for (i64 d = 0; d < dim; d += 2) put(q + d * kUnit, pairs[0], out + d * kUnit);
+    }
+
+    // The same where attention computes in float32, whose units are not in pairs.
+    void expand_unit_plain(const char* head, i64 offset, B* out) const {
+        KvPool unit = args.pool;
+        unit.block_size = kUnit;
+        unit.dtype = unit.compute;
+        for (i64 key = 0; key < kUnit; ++key) {
+            for (i64 d = 0; d < dim; ++d) {
+                out[kv_offset(unit, false, key, d)] = read_i8(head, false, offset + key, d);
+                out[kv_offset(unit, true, key, d)] = read_i8(head, true, offset + key, d);
+            }
+        }
+    }
+
+    const char* unit_at(const AttentionItem& of, i64 position) const {
+        const i64 size = args.pool.block_size;
+        const i64 block =
+            args.block_table[of.request * args.block_table_stride + position / size];
+        return args.pool.head(block, args.layer, of.kv_head) +
+               position % size / kUnit * args.pool.unit_bytes();
+    }
+
+    // Notes where the next tile lies: of this item, else of the one after it.
+    void look_ahead(i64 tile, i64 end) {
+        num_ahead = next_ahead = 0;
+        // With many queries a tile the sums take far longer than the memory.
+        if (!args.pool.has_units() || count > 16) return;
+        const AttentionItem* of = &item;
+        i64 start = tile + kTileKeys;
+        if (start >= end) {
+            of = after;
+            start = 0;
+            if (of == nullptr) return;
+            end = args.seq_lens[of->request];
+        }
+        const i64 stop = min64(end, start + kTileKeys);
+        for (i64 at = start; at < stop; at += kUnit) ahead[num_ahead++] = unit_at(*of, at);
+    }
+
+    // Asks for the next `count` units of it: some at a time between the sums, because one burst
+    // would fill the buffers that the loads of this tile need.
+    void fetch_ahead(i64 count) {
+        const i64 bytes = args.pool.unit_bytes();
+        for (; count > 0 && next_ahead < num_ahead; --count, ++next_ahead) {
+            const char* unit = ahead[next_ahead];
+            for (i64 at = 0; at < bytes; at += 64) __builtin_prefetch(unit + at, 0, 2);
+        }
+    }
+
+    B read_i8(const void* head, bool value, i64 offset, i64 d) const {
+        const auto* bytes = static_cast<const char*>(head);
+        const auto q = static_cast<std::int8_t>(bytes[kv_offset(args.pool, value, offset, d)]);
+        float scale;
+        std::memcpy(&scale, bytes + kv_scale_offset(args.pool, value, offset), 4);
+        const float number = static_cast<float>(q) * scale;
+        if constexpr (sizeof(B) == 4) {
+            return number;
+        } else {
+            return to_bf16(number);
+        }
+    }
+
     // Rows of small blocks into one unit; keys past the end of the request are zero.
     void gather_unit(i64 position, B* k_unit, B* v_unit) const {
         KvPool unit = args.pool;
         unit.block_size = kUnit;
+        unit.dtype = unit.compute;
         B* base = k_unit;
         (void)v_unit;
         const i64 size = args.pool.block_size;
@@ -139,7 +225,10 @@ struct AttentionTask {
             const B* head = at < seq_len ? head_of_block(at / size) : nullptr;
             for (i64 d = 0; d < dim; ++d) {
                 B k{}, v{};
-                if (head != nullptr) {
+                if (head != nullptr && args.pool.dtype == DType::i8) {
+                    k = read_i8(head, false, at % size, d);
+                    v = read_i8(head, true, at % size, d);
+                } else if (head != nullptr) {
                     k = head[kv_offset(args.pool, false, at % size, d)];
                     v = head[kv_offset(args.pool, true, at % size, d)];
                 }
@@ -158,15 +247,23 @@ struct AttentionTask {
             v_units[u] = own + size;
             return;
         }
-        const i64 offset = position % args.pool.block_size;
-        const B* head = head_of_block(position / args.pool.block_size);
-        k_units[u] = head + offset / kUnit * 2 * size;
+        const char* stored = unit_at(item, position);
+        const bool expanded = args.pool.dtype == DType::i8;
+        if (expanded && sizeof(B) == 2) expand_unit(stored, own);
+        if (expanded && sizeof(B) == 4) {
+            const i64 offset = position % args.pool.block_size;
+            expand_unit_plain(stored - offset / kUnit * args.pool.unit_bytes(), offset, own);
+        }
+        k_units[u] = expanded ? own : reinterpret_cast<const B*>(stored);
         v_units[u] = k_units[u] + size;
         if (position + kUnit <= seq_len) return;
         // The unit that the request ends in: what lies past the end must not reach the sums.
         KvPool unit = args.pool;
         unit.block_size = kUnit;
-        std::memcpy(own + size, v_units[u], static_cast<std::size_t>(size) * sizeof(B));
+        unit.dtype = unit.compute;
+        if (!expanded) {
+            std::memcpy(own + size, v_units[u], static_cast<std::size_t>(size) * sizeof(B));
+        }
         for (i64 key = seq_len - position; key < kUnit; ++key) {
             for (i64 d = 0; d < dim; ++d) own[kv_offset(unit, true, key, d)] = B{};
         }
@@ -306,8 +403,14 @@ struct AttentionTask {
             const i64 num_units = ceil_div(min64(kTileKeys, end - tile), kUnit);
             for (i64 u = 0; u < num_units; ++u) find_unit(u, tile + u * kUnit);
             const i64 begin = first_query(tile);
+            look_ahead(tile, end);
+            fetch_ahead(1);
             score(begin, num_units);
-            for (i64 i = begin; i < count; ++i) soften(i, tile, num_units, state);
+            for (i64 i = begin; i < count; ++i) {
+                fetch_ahead(1);
+                soften(i, tile, num_units, state);
+            }
+            fetch_ahead(kTileUnits);
             weigh(begin, num_units, state);
         }
 #if defined(__AMX_BF16__)
@@ -380,6 +483,7 @@ struct Attention {
         float* states;
         char* memory = task_memory(states);
         AttentionTask<D> task(args, items[index], memory);
+        if (index + 1 < num_items) task.after = &items[index + 1];
         const i64 dim = args.pool.dim_padded;
         const Softmax total = softmax_at(states, task.count, dim);
         const Softmax part = softmax_at(states + softmax_floats(task.count, dim), task.count, dim);
@@ -462,7 +566,7 @@ void attention_as(const AttentionArgs& args) {
 }
 
 inline void attention(const AttentionArgs& args) {
-    if (args.pool.dtype == DType::f32) {
+    if (args.pool.compute == DType::f32) {
         attention_as<DotF32>(args);
     } else {
         attention_as<AttentionBf16>(args);

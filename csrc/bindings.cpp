@@ -2,13 +2,17 @@
 // bf16 arrays arrive as views of uint16 (the buffer protocol knows no bfloat16).
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
 
+#include "checks.hpp"
 #include "levels.hpp"
 #include "memory.hpp"
+#include "program.hpp"
 #include "quantised.hpp"
 #include "threads.hpp"
 
@@ -22,6 +26,9 @@ using In = nb::ndarray<nb::ro, nb::device::cpu>;
 using Out = nb::ndarray<nb::device::cpu>;
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::ro, nb::device::cpu>;
 using Indices = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+using Index = nb::ndarray<const std::int32_t, nb::device::cpu>;
+using Memory = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] void fail(const std::string& text) { throw nb::value_error(text.c_str()); }
 
@@ -86,15 +93,7 @@ void require_range(const Indices& indices, i64 count, i64 limit, const char* nam
         fail(std::string(name) + " has " + std::to_string(indices.shape(0)) +
              " entries, but must have " + std::to_string(count));
     }
-    for (i64 i = 0; i < count; ++i) {
-        const std::int32_t value = indices.data()[i];
-        if (value < 0 || value >= limit) {
-            const std::string text = std::string(name) + "[" + std::to_string(i) + "] is " +
-                                     std::to_string(value) + ", outside [0, " +
-                                     std::to_string(limit) + ")";
-            throw nb::index_error(text.c_str());
-        }
-    }
+    check_range(indices.data(), count, limit, name);
 }
 
 class Linear {
@@ -186,7 +185,9 @@ public:
         for (i64 layer = 0; layer < pool.num_layers; ++layer) {
             char* base = pool.head(block, layer, 0);
             const i64 count = pool.block_bytes() / item_size(pool.dtype);
-            if (pool.dtype == DType::f32) {
+            if (pool.dtype == DType::i8) {
+                fill_i8(base, value);
+            } else if (pool.dtype == DType::f32) {
                 auto* at = reinterpret_cast<float*>(base);
                 for (i64 i = 0; i < count; ++i) at[i] = value;
             } else {
@@ -197,6 +198,29 @@ public:
     }
 
 private:
+    // Every number 127 with the scale that gives `value`.
+    void fill_i8(char* block, float value) {
+        const float scale = value / 127.0f;
+        std::memset(block, 127, static_cast<std::size_t>(pool.block_bytes()));
+        for (i64 h = 0; h < pool.num_heads; ++h) {
+            for (i64 slot = 0; slot < pool.block_size; ++slot) {
+                for (const bool is_value : {false, true}) {
+                    char* head = block + h * pool.head_bytes();
+                    std::memcpy(head + kv_scale_offset(pool, is_value, slot), &scale, 4);
+                }
+            }
+        }
+    }
+
+    static float element(const KvPool& pool, const char* head, bool value, i64 slot, i64 d) {
+        const i64 at = kv_offset(pool, value, slot, d);
+        if (pool.dtype == DType::f32) return reinterpret_cast<const float*>(head)[at];
+        if (pool.dtype == DType::bf16) return to_float(reinterpret_cast<const bf16*>(head)[at]);
+        float scale;
+        std::memcpy(&scale, head + kv_scale_offset(pool, value, slot), 4);
+        return static_cast<float>(reinterpret_cast<const std::int8_t*>(head)[at]) * scale;
+    }
+
     static std::size_t checked_bytes(const KvPool& shape) {
         const double bytes =
             static_cast<double>(shape.num_blocks) * static_cast<double>(shape.num_layers) *
@@ -219,10 +243,7 @@ private:
             for (i64 h = 0; h < pool.num_heads; ++h) {
                 const char* head = pool.head(block, layer, h);
                 for (i64 d = 0; d < pool.dim; ++d) {
-                    const i64 at = kv_offset(pool, value, slot, d);
-                    *to++ = pool.dtype == DType::f32
-                                ? reinterpret_cast<const float*>(head)[at]
-                                : to_float(reinterpret_cast<const bf16*>(head)[at]);
+                    *to++ = element(pool, head, value, slot, d);
                 }
             }
         }
@@ -297,18 +318,20 @@ public:
         return new Linear(w, std::move(cells), std::move(memory));
     }
 
-    KVCache* allocate(i64 num_layers, i64 num_blocks, i64 block_size, i64 num_heads, i64 dim) {
+    KVCache* allocate(i64 num_layers, i64 num_blocks, i64 block_size, i64 num_heads, i64 dim,
+                      bool int8) {
         require(num_layers > 0 && num_blocks > 0 && num_heads > 0,
                 "KV pool sizes must be positive");
         require(block_size > 0 && (block_size & (block_size - 1)) == 0,
                 "block_size must be a power of two");
         require(dim > 0 && dim % 2 == 0, "head_dim must be even");
         return new KVCache(KvPool{nullptr, num_blocks, num_layers, num_heads, block_size, dim,
-                                  padded(dim), dtype_});
+                                  padded(dim), int8 ? DType::i8 : dtype_, dtype_});
     }
 
-    i64 bytes_per_token(i64 num_layers, i64 num_heads, i64 dim) const {
-        return 2 * num_layers * num_heads * padded(dim) * item_size(dtype_);
+    i64 bytes_per_token(i64 num_layers, i64 num_heads, i64 dim, bool int8) const {
+        const i64 vector = int8 ? padded(dim) + 4 : padded(dim) * item_size(dtype_);
+        return 2 * num_layers * num_heads * vector;
     }
 
     void embedding(const Indices& ids, const Linear& weight, const Out& out) const {
@@ -402,7 +425,7 @@ public:
         args.block_table_stride = block_table.stride(0);
         require(static_cast<i64>(query_start_loc.shape(0)) == args.num_reqs + 1,
                 "query_start_loc must have B + 1 entries");
-        require_requests(args, static_cast<i64>(block_table.shape(1)));
+        check_requests(args, args.query.tokens, static_cast<i64>(block_table.shape(1)));
         nb::gil_scoped_release released;
         level_->attention(args);
     }
@@ -422,6 +445,25 @@ public:
         level_->copy_rows(from, indices.data(), to);
     }
 
+    // One captured step over `memory`, whose parts are as program.layout() says.
+    void replay(const Program& program, i64 num_tokens, i64 num_samples,
+                const std::vector<Index>& inputs, KVCache& cache, const Memory& memory) const {
+        require_cache(cache, 0);
+        Program::Step step{num_tokens, num_samples, {}, reinterpret_cast<char*>(memory.data()),
+                           cache.pool};
+        require(static_cast<i64>(memory.size()) >= program.layout(num_tokens, num_samples).back(),
+                "memory is too small for the step");
+        for (const Index& each : inputs) {
+            require_last_axis(each, "input");
+            const bool table = each.ndim() == 2;
+            step.inputs.push_back({each.data(), static_cast<i64>(each.shape(0)),
+                                   table ? static_cast<i64>(each.shape(1)) : 1, each.stride(0)});
+        }
+        nb::gil_scoped_release released;
+        program.check(step);
+        program.run(*level_, step);
+    }
+
 private:
     static i64 padded(i64 dim) { return round_up(dim, 16); }
 
@@ -429,35 +471,41 @@ private:
         if (layer < 0 || layer >= cache.pool.num_layers) {
             throw nb::index_error("layer is out of range");
         }
-        require(cache.pool.dtype == dtype_, "the KV pool has another dtype than these kernels");
-    }
-
-    static void require_requests(const AttentionArgs& args, i64 max_blocks) {
-        require(args.query_start_loc[0] == 0 &&
-                    args.query_start_loc[args.num_reqs] == args.query.tokens,
-                "query_start_loc must run from 0 to the number of tokens");
-        for (i64 b = 0; b < args.num_reqs; ++b) {
-            const i64 rows = args.query_start_loc[b + 1] - args.query_start_loc[b];
-            require(rows >= 0, "query_start_loc must not fall");
-            const i64 num_blocks = ceil_div(args.seq_lens[b], args.pool.block_size);
-            require(args.seq_lens[b] >= rows, "seq_lens must count at least the rows of a request");
-            require(num_blocks <= max_blocks, "block_table has too few columns for seq_lens");
-            for (i64 i = 0; i < num_blocks; ++i) {
-                const std::int32_t id = args.block_table[b * args.block_table_stride + i];
-                if (id < 0 || id >= args.pool.num_blocks) {
-                    const std::string text = "block_table[" + std::to_string(b) + ", " +
-                                             std::to_string(i) + "] is " + std::to_string(id) +
-                                             ", but the request has keys there";
-                    throw nb::index_error(text.c_str());
-                }
-            }
-        }
+        require(cache.pool.compute == dtype_, "the KV pool has another dtype than these kernels");
     }
 
     const Level* level_;
     DType dtype_;
     RegionPool regions_;
 };
+
+View view(i64 buffer, i64 offset_bytes, const std::vector<i64>& shape,
+          const std::vector<i64>& strides, bool is_bf16) {
+    const bool flat = shape.size() == 2;
+    return {buffer,     offset_bytes, flat ? 1 : shape[1],     shape.back(),
+            strides[0], strides[1],   is_bf16 ? DType::bf16 : DType::f32};
+}
+
+// A call as the recorder in kernels/cpu/capture.py describes it; it has run once with the same
+// arrays, so shapes and types have been checked.
+void add_call(Program& program, Op op, const std::vector<View>& views, const Linear* weight,
+              const std::optional<In>& constant, float number, i64 layer,
+              const std::vector<i64>& inputs) {
+    Call call{};
+    call.op = op;
+    View* const places[] = {&call.out, &call.a, &call.b};
+    for (std::size_t i = 0; i < views.size() && i < 3; ++i) *places[i] = views[i];
+    if (weight != nullptr) call.weight = weight->weight;
+    if (constant && constant->ndim() == 1) {
+        call.vector = static_cast<const float*>(constant->data());
+    } else if (constant) {
+        call.table = matrix(*constant, "constant");
+    }
+    call.number = number;
+    call.layer = layer;
+    for (std::size_t i = 0; i < inputs.size() && i < 3; ++i) call.inputs[i] = inputs[i];
+    program.add(call);
+}
 
 std::vector<std::string> level_names() {
     std::vector<std::string> names;
@@ -515,5 +563,28 @@ NB_MODULE(_native, m) {
         .def("reshape_and_cache", &Ops::cache_write)
         .def("paged_attention", &Ops::attention)
         .def("silu_and_mul", &Ops::silu_and_mul)
-        .def("gather_rows", &Ops::gather_rows);
+        .def("gather_rows", &Ops::gather_rows)
+        .def("replay", &Ops::replay);
+
+    nb::enum_<Op>(m, "Op")
+        .value("embedding", Op::embedding)
+        .value("linear", Op::linear)
+        .value("rms_norm", Op::rms_norm)
+        .value("fused_add_rms_norm", Op::add_rms_norm)
+        .value("rotary_embedding", Op::rotary)
+        .value("reshape_and_cache", Op::cache_write)
+        .value("paged_attention", Op::attention)
+        .value("silu_and_mul", Op::silu_and_mul)
+        .value("gather_rows", Op::copy_rows);
+
+    nb::class_<View>(m, "View");
+    m.def("view", &view, "buffer"_a, "offset"_a, "shape"_a, "strides"_a, "bfloat16"_a);
+
+    nb::class_<Program>(m, "Program")
+        .def(nb::init<>())
+        .def("__len__", &Program::size)
+        .def("add_buffer", &Program::add_buffer, "sampled"_a, "row_bytes"_a)
+        .def("add", &add_call, "op"_a, "views"_a, "weight"_a.none(), "constant"_a.none(),
+             "number"_a, "layer"_a, "inputs"_a)
+        .def("layout", &Program::layout, "num_tokens"_a, "num_samples"_a);
 }

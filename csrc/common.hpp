@@ -15,9 +15,11 @@ struct bf16 {
     std::uint16_t bits;
 };
 
-enum class DType : std::uint8_t { f32, bf16 };
+enum class DType : std::uint8_t { f32, bf16, i8 };  // i8 in the KV pool only
 
-static inline i64 item_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+static inline i64 item_size(DType dtype) {
+    return dtype == DType::f32 ? 4 : dtype == DType::bf16 ? 2 : 1;
+}
 
 static inline float to_float(float value) { return value; }
 
@@ -91,18 +93,25 @@ struct PackedWeight {
 // neighbours. A head of a block is a row of units of 16 keys, each K then V, padded to dim_padded:
 //   bf16     K [dim/2][16][2]   V [8][dim][2]
 //   float32  K [dim][16]        V [16][dim]
+//   int8     as bf16, then scales K [16] and V [16] float32: one for each key of each head
 // A block of fewer than 16 tokens holds plain rows instead, K [block_size][dim] then V the same;
-// attention gathers those into units.
+// attention gathers those into units. With int8, scales K [block_size] and V [block_size] follow.
 constexpr i64 kUnit = 16;
 
 struct KvPool {
     char* data;
     i64 num_blocks, num_layers, num_heads, block_size, dim, dim_padded;
     DType dtype;
+    DType compute;  // what attention computes in; differs from dtype where that is int8
 
     bool has_units() const { return block_size >= kUnit; }
     i64 row_elements() const { return block_size * dim_padded; }
-    i64 head_bytes() const { return 2 * row_elements() * item_size(dtype); }
+    i64 keys_together() const { return has_units() ? kUnit : block_size; }
+    i64 unit_bytes() const {  // of what lies together: a unit, or a small block
+        const i64 scale = dtype == DType::i8 ? 4 : 0;
+        return 2 * keys_together() * (dim_padded * item_size(dtype) + scale);
+    }
+    i64 head_bytes() const { return block_size / keys_together() * unit_bytes(); }
     i64 block_bytes() const { return num_heads * head_bytes(); }  // of one layer
     i64 bytes() const { return num_layers * num_blocks * block_bytes(); }
     char* head(i64 block, i64 layer, i64 h) const {
@@ -115,10 +124,16 @@ static inline i64 kv_offset(const KvPool& pool, bool value, i64 offset, i64 d) {
     const i64 dim = pool.dim_padded;
     if (!pool.has_units()) return (value ? pool.row_elements() : 0) + offset * dim + d;
     const i64 unit = offset / kUnit, key = offset % kUnit;
-    const i64 base = unit * 2 * kUnit * dim + (value ? kUnit * dim : 0);
+    const i64 base = unit * (pool.unit_bytes() / item_size(pool.dtype)) + (value ? kUnit * dim : 0);
     if (pool.dtype == DType::f32) return base + (value ? key * dim + d : d * kUnit + key);
     if (value) return base + (key / 2) * dim * 2 + d * 2 + key % 2;
     return base + (d / 2) * kUnit * 2 + key * 2 + d % 2;
+}
+
+// Where the scale of a key or value of a head of an int8 block lies, in bytes.
+static inline i64 kv_scale_offset(const KvPool& pool, bool value, i64 offset) {
+    const i64 keys = pool.keys_together(), unit = offset / keys, key = offset % keys;
+    return unit * pool.unit_bytes() + 2 * keys * pool.dim_padded + (value ? keys * 4 : 0) + key * 4;
 }
 
 struct AttentionArgs {

@@ -109,43 +109,98 @@ inline void copy_rows(Matrix x, const std::int32_t* indices, Matrix out) {
     });
 }
 
+// Where the elements of one key or value of a head lie: at + d / 2 * pair + d % 2 * odd.
+struct KvStride {
+    i64 at, pair, odd;
+};
+
+inline KvStride kv_stride(const KvPool& pool, bool value, i64 offset) {
+    const i64 at = kv_offset(pool, value, offset, 0);
+    return {at, kv_offset(pool, value, offset, 2) - at, kv_offset(pool, value, offset, 1) - at};
+}
+
+// One key or value of a head, zeros up to dim_padded (a multiple of 16).
+template <class T, class X>
+inline void cache_write_row(const X* in, const KvPool& pool, const KvStride& to, T* head) {
+    T* at = head + to.at;
+    alignas(64) T row[16];
+    for (i64 d = 0; d < pool.dim_padded; d += 16) {
+        for (i64 i = 0; i < 16; i += VF::W) {
+            const i64 count = max64(0, min64(VF::W, pool.dim - d - i));
+            store(row + i, count == VF::W ? load(in + d + i)
+                                          : count > 0 ? load_n(in + d + i, count) : zero());
+        }
+        for (i64 i = 0; i < 16; i += 2, at += to.pair) {
+            at[0] = row[i];
+            at[to.odd] = row[i + 1];
+        }
+    }
+}
+
 template <class T>
 void cache_write_as(const Heads& key, const Heads& value, const KvPool& pool, i64 layer,
                     const std::int32_t* slots, i64 t) {
     const i64 block = slots[t] / pool.block_size, offset = slots[t] % pool.block_size;
+    const KvStride to_key = kv_stride(pool, false, offset), to_value = kv_stride(pool, true, offset);
     with_type(key.dtype, [&](auto* type) {
         using X = std::remove_pointer_t<decltype(type)>;
         for (i64 h = 0; h < pool.num_heads; ++h) {
-            T* base = reinterpret_cast<T*>(pool.head(block, layer, h));
-            const X* k = key.head<X>(t, h);
-            const X* v = value.head<X>(t, h);
-            float row[2][16];
-            for (i64 d0 = 0; d0 < pool.dim_padded; d0 += 16) {
-                const i64 count = max64(0, min64(16, pool.dim - d0));
-                for (i64 i = 0; i < 16; ++i) row[0][i] = row[1][i] = 0.0f;
-                for (i64 i = 0; i < count; ++i) {
-                    row[0][i] = to_float(k[d0 + i]);
-                    row[1][i] = to_float(v[d0 + i]);
-                }
-                for (i64 i = 0; i < 16; ++i) {
-                    T* k_at = base + kv_offset(pool, false, offset, d0 + i);
-                    T* v_at = base + kv_offset(pool, true, offset, d0 + i);
-                    if constexpr (sizeof(T) == 4) {
-                        *k_at = row[0][i];
-                        *v_at = row[1][i];
-                    } else {
-                        *k_at = to_bf16(row[0][i]);
-                        *v_at = to_bf16(row[1][i]);
-                    }
-                }
-            }
+            T* head = reinterpret_cast<T*>(pool.head(block, layer, h));
+            cache_write_row(key.head<X>(t, h), pool, to_key, head);
+            cache_write_row(value.head<X>(t, h), pool, to_value, head);
+        }
+    });
+}
+
+// One key or value of a head as int8 with a scale of its own: the largest magnitude is 127. What is
+// not finite gives a scale that is none, so all of this key or value is NaN when read.
+template <class X>
+inline void quantise_row(const X* in, const KvPool& pool, const KvStride& to, char* head,
+                         i64 scale_at) {
+    float largest = 0.0f;
+    bool finite = true;
+    for (i64 d = 0; d < pool.dim; ++d) {
+        const float size = __builtin_fabsf(to_float(in[d]));
+        finite = finite && size < __builtin_inff();
+        largest = size > largest ? size : largest;
+    }
+    const float scale = finite ? largest / 127.0f : __builtin_nanf("");
+    std::memcpy(head + scale_at, &scale, 4);
+    // A subnormal scale has no inverse: what is that small counts as zero.
+    const float inverse = finite && scale >= 1.2e-38f ? 1.0f / scale : 0.0f;
+    auto* at = reinterpret_cast<std::int8_t*>(head) + to.at;
+    for (i64 d = 0; d < pool.dim_padded; d += 2, at += to.pair) {
+        for (i64 i = 0; i < 2; ++i) {
+            float q = finite && d + i < pool.dim
+                          ? __builtin_rintf(to_float(in[d + i]) * inverse)
+                          : 0.0f;
+            q = q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q;
+            at[i * to.odd] = static_cast<std::int8_t>(q);
+        }
+    }
+}
+
+inline void cache_write_i8(const Heads& key, const Heads& value, const KvPool& pool, i64 layer,
+                           const std::int32_t* slots, i64 t) {
+    const i64 block = slots[t] / pool.block_size, offset = slots[t] % pool.block_size;
+    const KvStride to_key = kv_stride(pool, false, offset), to_value = kv_stride(pool, true, offset);
+    const i64 key_scale = kv_scale_offset(pool, false, offset);
+    const i64 value_scale = kv_scale_offset(pool, true, offset);
+    with_type(key.dtype, [&](auto* type) {
+        using X = std::remove_pointer_t<decltype(type)>;
+        for (i64 h = 0; h < pool.num_heads; ++h) {
+            char* head = pool.head(block, layer, h);
+            quantise_row(key.head<X>(t, h), pool, to_key, head, key_scale);
+            quantise_row(value.head<X>(t, h), pool, to_value, head, value_scale);
         }
     });
 }
 
 inline void cache_write(Heads key, Heads value, KvPool pool, i64 layer, const std::int32_t* slots) {
     parallel_for(key.tokens, row_grain(8 * key.heads * key.dim), [&](i64 t) {
-        if (pool.dtype == DType::f32) {
+        if (pool.dtype == DType::i8) {
+            cache_write_i8(key, value, pool, layer, slots, t);
+        } else if (pool.dtype == DType::f32) {
             cache_write_as<float>(key, value, pool, layer, slots, t);
         } else {
             cache_write_as<bf16>(key, value, pool, layer, slots, t);

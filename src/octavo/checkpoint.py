@@ -80,6 +80,12 @@ class GenerationDefaults:
     sampling: dict[str, float] = field(default_factory=dict)
     """temperature, top_p, top_k, min_p, repetition_penalty, where the checkpoint names them."""
 
+    def __post_init__(self) -> None:
+        # A checkpoint may say 40.0; top_k is a count, and SamplingParams insists on it.
+        if "top_k" in self.sampling:
+            counted = {**self.sampling, "top_k": int(self.sampling["top_k"])}
+            object.__setattr__(self, "sampling", counted)
+
 
 class StoredRows(NamedTuple):
     """Rows of a weight as a model file holds them, not dequantised."""

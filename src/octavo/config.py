@@ -7,10 +7,24 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import textwrap
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from .errors import ConfigError
+
+_KINDS = {"bool": "true or false", "int": "a whole number", "str": "text"}
+"""What to say of a setting's type, by its annotation; None may be taken beside it."""
+
+
+def _check_types(config: object) -> None:
+    """Raise ConfigError for the first setting that is not of its type: "8" is not 8, true not 1."""
+    assert is_dataclass(config)
+    for setting in fields(config):
+        kind, _, or_none = str(setting.type).partition(" | ")
+        value = getattr(config, setting.name)
+        if kind in _KINDS and type(value).__name__ != kind and not (or_none and value is None):
+            raise ConfigError(setting.name, value, _KINDS[kind])
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -35,10 +49,16 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     """Keep computed prefixes in a radix tree and reuse them for later requests."""
 
+    kv_reservation: str = "paged"
+    """How KV blocks are taken: paged (one by one, as tokens come) or contiguous (max_model_len
+    tokens per request at its start: a baseline to measure against; without prefix caching)."""
+
     kv_cache_dtype: str = "auto"
-    """Element type of cached K and V: auto (that of the backend), bfloat16 or float32."""
+    """Element type of cached K and V: auto (that of the backend), bfloat16, float32, or int8 with
+    one scale per token and head (half of bfloat16's memory; answers differ a little)."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(
             self.block_size >= 1 and not self.block_size & (self.block_size - 1),
             "block_size",
@@ -63,7 +83,16 @@ class CacheConfig:
             self.kv_cache_memory,
             "unset when num_kv_blocks is set: they size the same pool",
         )
-        dtypes = ("auto", "bfloat16", "float32")
+        kinds = ("paged", "contiguous")
+        _require(self.kv_reservation in kinds, "kv_reservation", self.kv_reservation,
+                 f"one of {', '.join(kinds)}")  # fmt: skip
+        _require(
+            self.kv_reservation == "paged" or not self.enable_prefix_caching,
+            "enable_prefix_caching",
+            self.enable_prefix_caching,
+            "off with kv_reservation contiguous: reserved blocks can't be shared",
+        )
+        dtypes = ("auto", "bfloat16", "float32", "int8")
         _require(
             self.kv_cache_dtype in dtypes,
             "kv_cache_dtype",
@@ -92,23 +121,78 @@ class SchedulerConfig:
     """Split prompts that do not fit in what is left of a step's budget."""
 
     scheduling_policy: str = "fcfs"
-    """Order of the waiting queue: fcfs (first come, first served)."""
+    """Order of the waiting queue: fcfs (first come, first served), priority, longest_prefix (the
+    longest cached prefix first) or fair_share (the tenant that got least first)."""
 
-    victim_policy: str = "last_arrived"
-    """Who yields its blocks when the pool is short: last_arrived."""
+    priority_order: str = "low_first"
+    """Which priority goes first: low_first (0 before 1) or high_first."""
+
+    priority_ageing_steps: int = 0
+    """Steps in which a waiting request gains one priority: how long a worse one can be overtaken.
+    0: no ageing, so that endless better priorities keep a worse one waiting for ever."""
+
+    overtake_limit: int = 64
+    """Under longest_prefix: a request is admitted at most so many places later than by arrival."""
+
+    skip_limit: int = 0
+    """Smaller requests that may be admitted past the next one while it does not fit. 0: none."""
+
+    trust_user_field: bool = False
+    """Under fair_share: believe the user field of a request, and take it for the tenant. Off: all
+    who send the same API key are one tenant."""
+
+    max_num_queued_reqs: int = 4096
+    """Requests that may wait to start; the next one is turned away (503). 0: no limit."""
+
+    max_num_queued_tokens: int = 8_388_608
+    """Prompt tokens that may wait to start. 0: no limit."""
+
+    max_queue_seconds: float | None = None
+    """A request that has not started after so many seconds ends with finish_reason timeout."""
+
+    victim_policy: str = "auto"
+    """Who yields its blocks when the pool is short: last_arrived, lowest_priority, most_generated
+    or fewest_generated. auto: lowest_priority under priority, else last_arrived."""
 
     preemption_mode: str = "recompute"
     """What happens to the K/V of a preempted request: recompute."""
 
     batching_mode: str = "continuous"
-    """When requests join and leave the batch: continuous (in any step)."""
+    """When requests join and leave the batch: continuous (in any step), or, as baselines to
+    measure against, static (all start and end together, finished rows are computed as padding)
+    and static_dropped (finished rows cost nothing but their slot)."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("max_num_scheduled_tokens", "max_model_len"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
+        names = ("priority_ageing_steps", "overtake_limit", "skip_limit")
+        for name in (*names, "max_num_queued_reqs", "max_num_queued_tokens"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or above")
+        seconds = self.max_queue_seconds
+        in_range = seconds is None or seconds > 0
+        _require(in_range, "max_queue_seconds", seconds, "above 0, or left out")
+        orders = ("low_first", "high_first")
+        _require(self.priority_order in orders, "priority_order", self.priority_order,
+                 f"one of {', '.join(orders)}")  # fmt: skip
+
+    @property
+    def victim(self) -> str:
+        """The victim policy's name, auto resolved."""
+        if self.victim_policy != "auto":
+            return self.victim_policy
+        return "lowest_priority" if self.scheduling_policy == "priority" else "last_arrived"
+
+    @property
+    def token_gap(self) -> str:
+        """The promise about the largest gap between two tokens of one answer, in words."""
+        return (
+            "a running request gets a token in every step unless it is preempted; "
+            f"a step computes at most {self.token_budget} tokens, prompts included"
+        )
 
     @property
     def token_budget(self) -> int:
@@ -134,12 +218,21 @@ class BackendConfig:
     dtype: str = "auto"
     """Number format of weights and activations: auto, bfloat16 or float32."""
 
+    enforce_eager: bool = False
+    """Compute each step by the model's Python instead of replaying it as captured at load (the
+    answers are the same; replaying is quicker)."""
+
+    prune_last_layer: bool = True
+    """Compute no more than K and V of the last layer for prompt tokens whose logits nobody reads
+    (the answers are the same; a prompt takes about one layer less)."""
+
     quantization: str | None = None
     """Compute from quantised weights: int8 (any model, quantised at load, a scale per 32 values of
     a row) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
     too. Faster for few requests at a time, slower for many. Default: weights as dtype says."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(self.backend in ("cpu", "reference"), "backend", self.backend, "cpu or reference")
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
         dtypes = ("auto", "bfloat16", "float32")
@@ -178,6 +271,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
 
+    def __post_init__(self) -> None:
+        _check_types(self)
+
 
 PARTS: dict[str, type] = {
     "cache": CacheConfig,
@@ -194,6 +290,8 @@ def make_config(**settings: object) -> EngineConfig:
     top: dict[str, object] = {}
     parts: dict[str, dict[str, object]] = {name: {} for name in PARTS}
     for name, value in settings.items():
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
         if name in ("model", "seed"):
             top[name] = value
             continue

@@ -36,7 +36,7 @@ class StreamEvent:
     logprobs: tuple[Logprob, ...] = ()
     """One for each of token_ids, if asked for."""
     finish_reason: str | None = None
-    """stop, length, abort or error, in the last event of each index."""
+    """stop, length, timeout, abort or error, in the last event of each index."""
     stop_reason: int | str | None = None
     error: str | None = None
     num_generated_tokens: int = 0

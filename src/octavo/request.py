@@ -31,14 +31,17 @@ class Request:
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_passed_by",
         "num_preemptions",
         "num_prompt_tokens",
         "params",
         "priority",
+        "rank",
         "request_id",
         "row",
         "seed",
         "status",
+        "tenant",
         "token_ids",
     )
 
@@ -54,6 +57,7 @@ class Request:
         priority: int = 0,
         arrival_time: float = 0.0,
         cache_scope: str = "",
+        tenant: str = "",
     ) -> None:
         self.request_id = request_id
         """Unique, in order of arrival: also the tie-break of every order."""
@@ -66,6 +70,10 @@ class Request:
         self.seed = seed
         self.eos_token_ids = eos_token_ids
         self.priority = priority
+        self.rank = 0
+        """Order by priority and age, lower first; the waiting order sets it at the door."""
+        self.tenant = tenant
+        """Who pays for it, under fair_share."""
         self.arrival_time = arrival_time
         self.cache_scope = cache_scope
         """Part of the prefix cache's key: no hits across scopes."""
@@ -76,6 +84,8 @@ class Request:
         self.num_cached_tokens = 0
         """Of these, found in the prefix cache at the first admission (never own recomputes)."""
         self.num_preemptions = 0
+        self.num_passed_by = 0
+        """Requests that were admitted past this one while it did not fit (skip_limit)."""
         self.block_ids: list[int] = []
         self.row: int | None = None
         self.finish_reason: str | None = None

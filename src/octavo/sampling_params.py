@@ -90,6 +90,9 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these ids may be sampled."""
 
+    timeout: float | None = None
+    """Seconds from arrival after which the answer ends as it is, with finish_reason timeout."""
+
     def __post_init__(self) -> None:
         self._normalise()
         _check(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "a whole number, 1 to 128")
@@ -118,6 +121,12 @@ class SamplingParams:
             _is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS
         )
         _check(in_range, "logprobs", self.logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _check(
+                isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
+            )
+        in_range = self.timeout is None or (_is_real(self.timeout) and self.timeout > 0)
+        _check(in_range, "timeout", self.timeout, "a number of seconds above 0")
         self._check_lists()
 
     def _normalise(self) -> None:

@@ -41,6 +41,15 @@ def kernels_of(backend: str) -> Kernels:
     return _loaded[backend]
 
 
+def cpu_levels() -> list[str]:
+    """Instruction-set levels of this machine; none while one works without the cpu backend."""
+    if not any(name.startswith("cpu") for name in TEST_BACKENDS):
+        return []
+    from octavo.kernels.cpu import available_levels
+
+    return available_levels()
+
+
 def logit_tolerance(kernels: Kernels) -> float:
     """Largest distance from float64 that this backend's number format excuses."""
     return LOGIT_TOLERANCE[str(kernels.dtype)]

@@ -10,7 +10,7 @@ from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.event_log import Event, Reason
 from octavo.core.scheduler import Scheduler
 from octavo.messages import SchedulerOutput, TokenEvent
-from octavo.request import Request
+from octavo.request import Request, Status
 from octavo.sampling_params import SamplingParams
 
 MAX_IDLE_STEPS = 3
@@ -55,6 +55,8 @@ class CoreBed:
         *,
         scope: str = "",
         eos_token_ids: tuple[int, ...] = (),
+        priority: int = 0,
+        tenant: str = "",
         **params: object,
     ) -> int:
         """Queue a request; its id is its arrival number."""
@@ -66,6 +68,8 @@ class CoreBed:
             max_tokens=max_tokens,
             cache_scope=scope,
             eos_token_ids=eos_token_ids,
+            priority=priority,
+            tenant=tenant,
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -74,7 +78,14 @@ class CoreBed:
 
     def step(self, in_flight: Callable[[], object] | None = None) -> SchedulerOutput:
         """One step; `in_flight` runs between its plan and its result."""
+        decoding = [r for r in self.scheduler.running.values() if r.num_output_tokens]
+        decoding = [r for r in decoding if r.num_computed_tokens == r.num_tokens - 1]
         plan = self.scheduler.schedule()
+        rows = {entry.row for entry in plan.scheduled}
+        if self.scheduler.config is not self.config:
+            decoding = []  # the budget was changed under way: it may be too small for all
+        for request in decoding:  # the promise about the gap between two tokens
+            assert request.status is not Status.RUNNING or request.row in rows, "left out"
         self._check(plan)
         self.scheduler.audit()
         handle = self.model.submit(plan)

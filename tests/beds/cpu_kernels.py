@@ -90,6 +90,7 @@ class Paged:
         shuffle: int = 0,
         spare: int = 3,
         stale: float = np.nan,
+        kv_dtype: str = "auto",
     ) -> list[Array]:
         """Attend the last `query_lens` rows before `ends` of each request: outputs per request.
 
@@ -102,7 +103,7 @@ class Paged:
         num_blocks = sum(counts) + spare
         cache = ops.allocate_kv_cache(
             num_layers=2, num_blocks=num_blocks, block_size=block_size,
-            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=kv_dtype,
         )  # fmt: skip
         for block in range(num_blocks):
             cache.fill_block(block, stale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest import mock
@@ -10,21 +11,32 @@ from unittest import mock
 from beds.tape_model import TapeModel
 from beds.tiny_tokenizer import gguf_spec
 from octavo.checkpoint import GenerationDefaults
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.build import Engine
 from octavo.engine.engine_core import EngineCore
-from octavo.engine.input_processor import InputProcessor, Limits
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.metrics import Metrics
 from octavo.engine.tokenizer import Tokenizer
+from octavo.messages import SchedulerOutput, StepResult
 from octavo.outputs import StreamEvent
 from octavo.sampling_params import SamplingParams
 
 
+class SlowTape(TapeModel):
+    """A tape whose steps take `seconds`, so that what is to happen meanwhile does."""
+
+    seconds = 0.0
+
+    def submit(self, plan: SchedulerOutput) -> StepResult:
+        time.sleep(self.seconds)
+        return super().submit(plan)
+
+
 class EngineBed:
-    """An engine whose time stands still and whose model is a tape."""
+    """An engine whose model is a tape; its steps take no time, or step_seconds each."""
 
     def __init__(
         self,
@@ -33,17 +45,21 @@ class EngineBed:
         block_size: int = 4,
         max_model_len: int = 200,
         eos_token_ids: tuple[int, ...] = (),
+        scheduling: dict[str, Any] | None = None,
+        step_seconds: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
         **tape: Any,
     ) -> None:
-        config = EngineConfig()
+        config = EngineConfig(scheduler=SchedulerConfig(**(scheduling or {})))
         self.tokenizer = Tokenizer(gguf_spec())
-        self.model = TapeModel(
+        self.model = SlowTape(
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
             vocab_size=self.tokenizer.vocab_size,
             **tape,
         )
+        self.model.seconds = step_seconds
         self.scheduler = Scheduler(
             config.scheduler,
             type(config.cache)(block_size=block_size),
@@ -51,10 +67,15 @@ class EngineBed:
             max_model_len=max_model_len,
         )
         self.metrics = Metrics("tape")
-        self.core = EngineCore(self.scheduler, self.model, self.tokenizer, self.metrics)
+        self.core = EngineCore(self.scheduler, self.model, self.tokenizer, self.metrics, now=now)
         generation = GenerationDefaults(eos_token_ids=eos_token_ids)
-        limits = Limits(max_model_len, self.model.vocab_size, self.scheduler.max_output_tokens)
-        self.inputs = InputProcessor(self.tokenizer, limits, generation, seed=0)
+        self.inputs = InputProcessor(
+            self.tokenizer,
+            self.scheduler.limits,
+            generation,
+            vocab_size=self.model.vocab_size,
+            seed=0,
+        )
         self.engine = Engine(
             core=self.core,
             inputs=self.inputs,

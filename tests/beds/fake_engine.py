@@ -220,6 +220,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.max_queued = max_queued
+        self.tenants: list[str] = []
         self.step_delay = step_delay
         self.model_name = "fake/model"
         self.generation = GenerationDefaults(eos_token_ids=(257,), sampling=sampling or {})
@@ -252,7 +253,9 @@ class FakeEngine:
         *,
         priority: int = 0,
         cache_scope: str = "",
+        tenant: str = "",
     ) -> FakeStream:
+        self.tenants.append(tenant)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if self._ending or not self.is_ready:
             raise EngineDead("the engine has ended")

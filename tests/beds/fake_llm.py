@@ -39,6 +39,9 @@ class FakeLLM:
     def default_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.6, top_p=0.9)
 
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        return 2000 - num_prompt_tokens
+
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(steps=self._steps, num_preemptions=self._steps // 10)
 

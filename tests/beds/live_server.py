@@ -72,9 +72,9 @@ class AppClient:
 
 
 class LiveServer:
-    """Uvicorn around a FakeEngine."""
+    """Uvicorn around an engine, mostly a FakeEngine."""
 
-    def __init__(self, engine: FakeEngine, shutdown_timeout: float = 5.0, **settings: Any) -> None:
+    def __init__(self, engine: Any, shutdown_timeout: float = 5.0, **settings: Any) -> None:
         self.engine = engine
         self.app = make_app(engine, **settings)
         self.server: DrainingServer = make_server(self.app, shutdown_timeout=shutdown_timeout)

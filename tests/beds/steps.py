@@ -26,6 +26,7 @@ class Part(NamedTuple):
 def naive_batch(parts: list[Part], block_size: int) -> ForwardBatch:
     """A step's arrays the slow way, straight from their definitions."""
     input_ids, positions, slots, starts, seq_lens, wanted = [], [], [], [0], [], []
+    ends_wanted, counts = True, [0]
     for part in parts:
         for position in range(part.num_computed, part.num_computed + part.num_new):
             if position in part.wanted:
@@ -36,9 +37,14 @@ def naive_batch(parts: list[Part], block_size: int) -> ForwardBatch:
             slots.append(block_id * block_size + position % block_size)
         starts.append(len(input_ids))
         seq_lens.append(part.num_computed + part.num_new)
+        counts.append(len(wanted))
+        tail = range(starts[-1] - (counts[-1] - counts[-2]), starts[-1])
+        ends_wanted = ends_wanted and wanted[counts[-2] :] == list(tail)
     width = max(len(part.block_ids) for part in parts)
     table = [part.block_ids + [-1] * (width - len(part.block_ids)) for part in parts]
-    columns = (input_ids, positions, slots, starts, seq_lens, table, wanted)
+    columns = [input_ids, positions, slots, starts, seq_lens, table, wanted]
+    if ends_wanted:
+        columns += [[positions[row] for row in wanted], counts]
     return ForwardBatch(*(np.array(column, np.int32) for column in columns))
 
 

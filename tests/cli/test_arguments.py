@@ -124,6 +124,8 @@ def test_sizes_refuse_what_is_no_size(text: str) -> None:
         ["serve", "--max-num-seq", "3"],
         ["serve", "a", "b"],
         ["serve", "--port", "http"],
+        ["serve", "--shutdown-timeout", "nan"],
+        ["serve", "--shutdown-timeout=-1"],
         ["generate"],
         ["generate", "--prompt", "x", "--max-tokens", "many"],
         ["bench", "throughput"],

@@ -35,6 +35,16 @@ def test_generate_prints_the_exact_text_and_nothing_else_on_stdout(
     assert (params.temperature, params.max_tokens) == (0.0, 256)
 
 
+@pytest.mark.parametrize(("flags", "max_tokens"), [([], 60), (["--max-tokens", "61"], 61)])
+def test_a_default_that_nobody_asked_for_gives_way_to_the_limits(
+    engine: type[FakeLLM], flags: list[str], max_tokens: int
+) -> None:
+    """A long prompt is answered as far as there is room; what was asked for is never cut."""
+    assert main(["generate", "--prompt", "x" * 1940, *flags]) == 0
+    assert main(["chat", "--prompt", "x" * 1926, *flags]) == 0  # 14 are the template's
+    assert [llm.asked[0][1].max_tokens for llm in made] == [max_tokens, max_tokens]
+
+
 def test_sampling_flags_override_the_models_defaults(engine: type[FakeLLM]) -> None:
     """Precedence: the user, then the model (top_p 0.9 here), then the usual default."""
     flags = ["--temperature", "0.5", "--top-k", "5", "--min_p", "0.1", "--stop", "a", "--stop", "b"]

@@ -32,7 +32,7 @@ def lose_a_request(s: Scheduler) -> None:
 
 
 def run_twice(s: Scheduler) -> None:
-    s.waiting.push(s.requests[1])
+    s.waiting.push(s.requests[1], 0)
 
 
 def wait_with_blocks(s: Scheduler) -> None:

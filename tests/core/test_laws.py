@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 from beds.core_bed import CoreBed
 from beds.core_bed import alone as compute_alone
+from octavo.core.batching import BATCHING_MODES
+from octavo.core.preemption import VICTIM_POLICIES
+from octavo.core.waiting_orders import WAITING_ORDERS
 
 FEWER = settings().max_examples // 3
 """Examples of the narrower laws; the profile sets how many (make fuzz: more)."""
@@ -51,6 +54,12 @@ def alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     return compute_alone(prompt, max_tokens)
 
 
+def add(bed: CoreBed, work: Work) -> int:
+    """Priority and tenant follow from the prompt: most policies do not look at them."""
+    priority, tenant = work.prompt[-1], str(work.prompt[0])
+    return bed.add(work.prompt, work.max_tokens, scope=work.scope, priority=priority, tenant=tenant)
+
+
 def run(workload: list[Work], bed: CoreBed, meanwhile: Callable[[int], None] | None = None) -> None:
     """Let each request arrive in its step, run to the end, and compare with the lone twins."""
     work_of: dict[int, Work] = {}
@@ -59,7 +68,7 @@ def run(workload: list[Work], bed: CoreBed, meanwhile: Callable[[int], None] | N
         while queue and queue[0].arrival_step <= step:
             work = queue.pop(0)
             if work.max_tokens <= bed.scheduler.max_output_tokens(len(work.prompt)):
-                work_of[bed.add(work.prompt, work.max_tokens, scope=work.scope)] = work
+                work_of[add(bed, work)] = work
         if not queue and not bed.scheduler.has_unfinished():
             break
         bed.step()
@@ -83,6 +92,30 @@ def test_pressure_never_changes_an_answer(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=prefix_caching,
+    )
+    run(workload, bed)
+
+
+@given(
+    workloads,
+    st.sampled_from(sorted(WAITING_ORDERS)),
+    st.sampled_from(sorted(VICTIM_POLICIES)),
+    st.sampled_from(sorted(BATCHING_MODES)),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+def test_no_policy_changes_an_answer(
+    workload: list[Work], policy: str, victim: str, mode: str, limits: tuple[int, int]
+) -> None:
+    """Order, victims and batching decide when, never what; all in a pool that is too small."""
+    bed = CoreBed(
+        num_blocks=7,
+        max_num_batched_tokens=8,
+        max_num_seqs=3,
+        scheduling_policy=policy,
+        victim_policy=victim,
+        batching_mode=mode,
+        skip_limit=limits[0],
+        priority_ageing_steps=limits[1],
     )
     run(workload, bed)
 

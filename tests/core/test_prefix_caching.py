@@ -20,7 +20,7 @@ def children(node: Node) -> list[Node]:
 
 @pytest.mark.parametrize("length", range(1, 18))
 def test_a_fully_cached_prompt_still_computes_a_token(length: int) -> None:
-    """C4: sent twice, for each length around a block: same answer, at least one token computed."""
+    """C4, R4: sent twice, for each length around a block: same answer, at least one computed."""
     bed = CoreBed()
     first = bed.add(prompt(length), 5)
     bed.run()

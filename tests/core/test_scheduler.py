@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from beds.core_bed import CoreBed, alone
@@ -34,7 +36,7 @@ def test_walk_through_of_continuous_batching() -> None:
 
 
 def test_chunked_prefill_walk_through() -> None:
-    """R109: 1000 tokens in chunks of 256 beside two decodes, which run in each step."""
+    """R5, R109: 1000 tokens in chunks of 256 beside two decodes, which run in each step."""
     bed = CoreBed(num_blocks=400, max_num_batched_tokens=258)
     a, b = bed.add(prompt(4), 50), bed.add(prompt(4, 1), 50)
     bed.step()
@@ -292,3 +294,18 @@ def test_a_waiting_reason_is_logged_once() -> None:
     for _ in range(25):
         bed.step()
     assert bed.reasons(b) == [Reason.SEQS_FULL]
+
+
+def test_a_budget_that_never_reaches_everybody_is_logged_once() -> None:
+    """Nor may decodes that wait behind others in every step; a new one to wait is news."""
+    bed = CoreBed(max_num_seqs=4, max_num_batched_tokens=4)
+    for i in range(4):
+        bed.add(prompt(1, i), 60)
+    bed.step()
+    bed.scheduler.config = replace(bed.scheduler.config, max_num_batched_tokens=2)
+    for _ in range(50):
+        bed.step()
+    (event,) = bed.events(Reason.TOKEN_BUDGET)
+    assert (event.request_id, event.detail) == (2, (1, 0))
+    bed.run()
+    assert [bed.outputs[i] for i in range(4)] == [alone(prompt(1, i), 60) for i in range(4)]

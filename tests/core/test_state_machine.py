@@ -1,4 +1,7 @@
-"""Random lives of a scheduler: whatever happens in whatever order, every invariant holds."""
+"""Random lives of a scheduler: whatever happens in whatever order, every invariant holds.
+
+Under every combination of policy, victim, batching mode and way of taking memory.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from beds.core_bed import CoreBed, alone
+from octavo.core.batching import BATCHING_MODES
+from octavo.core.preemption import VICTIM_POLICIES
+from octavo.core.waiting_orders import WAITING_ORDERS
 from octavo.errors import RequestTooLarge
 
 MAX_STEPS_TO_DRAIN = 3000
@@ -28,17 +34,43 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 20),
         max_num_seqs=st.integers(1, 5),
         chunked=st.booleans(),
-        prefix_caching=st.sampled_from([True, True, False]),
+        memory=st.sampled_from(["cached", "cached", "paged", "contiguous"]),
+        policy=st.sampled_from(sorted(WAITING_ORDERS)),
+        victim=st.sampled_from(["auto", *sorted(VICTIM_POLICIES)]),
+        mode=st.sampled_from(["continuous", *sorted(BATCHING_MODES)]),
+        priority_order=st.sampled_from(["low_first", "high_first"]),
+        limits=st.tuples(*[st.sampled_from([0, 0, 1, 4])] * 3),
     )
     def start(
-        self, num_blocks: int, budget: int, max_num_seqs: int, chunked: bool, prefix_caching: bool
+        self,
+        *,
+        num_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        chunked: bool,
+        memory: str,
+        policy: str,
+        victim: str,
+        mode: str,
+        priority_order: str,
+        limits: tuple[int, int, int],
     ) -> None:
+        contiguous = self.contiguous = memory == "contiguous"
         self.bed = CoreBed(
             num_blocks=num_blocks,
+            max_model_len=min(24, num_blocks * 4) if contiguous else 10_000,
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             enable_chunked_prefill=chunked,
-            enable_prefix_caching=prefix_caching,
+            enable_prefix_caching=memory == "cached",
+            kv_reservation="contiguous" if contiguous else "paged",
+            scheduling_policy=policy,
+            victim_policy=victim,
+            batching_mode=mode,
+            priority_order=priority_order,
+            skip_limit=limits[0],
+            priority_ageing_steps=limits[1],
+            overtake_limit=limits[2],
         )
         self.scheduler = self.bed.scheduler
 
@@ -49,18 +81,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 16),
         num_copies=st.integers(1, 2),
         scope=st.sampled_from(["", "", "x"]),
+        priority=st.integers(-1, 2),
     )
     def add(
         self,
+        *,
         stem: int,
         num_shared: int,
         tail: list[int],
         max_tokens: int,
         num_copies: int,
         scope: str,
+        priority: int,
     ) -> None:
         prompt = [*range(stem * 100, stem * 100 + num_shared), *tail] or [stem]
-        refused = max_tokens > self.scheduler.max_output_tokens(len(prompt))
+        room = self.scheduler.max_output_tokens(len(prompt))
+        if self.contiguous:  # its max_model_len is short, and cuts an answer where the pool refuses
+            max_tokens = min(max_tokens, max(1, room))
+        refused = max_tokens > room
         if not self.scheduler.config.enable_chunked_prefill:
             refused = refused or len(prompt) > self.scheduler.config.token_budget
         for _ in range(num_copies):
@@ -68,7 +106,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 with pytest.raises(RequestTooLarge):
                     self.bed.add(prompt, max_tokens, scope=scope)
             else:
-                self.prompts[self.bed.add(prompt, max_tokens, scope=scope)] = prompt
+                request_id = self.bed.add(
+                    prompt, max_tokens, scope=scope, priority=priority, tenant=str(stem)
+                )
+                self.prompts[request_id] = prompt
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:

@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
@@ -147,6 +149,25 @@ def test_concurrent_streams_leave_a_whole_idle_pool(server: Server) -> None:
     server.wait_until_idle()
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     assert server.metric("vllm:num_preemptions_total") > 0, "the pool was large enough"
+
+
+def test_the_official_client_talks_to_the_real_engine(server: Server) -> None:
+    """Plain and streamed, chat and completions: the stream joined is the plain answer."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list()
+        body: Any = {"model": model.id, "max_tokens": 12, "seed": 4, "temperature": 1.0}
+        chat: Any = {**body, "messages": [{"role": "user", "content": "hi"}]}
+        answer = client.chat.completions.create(**chat)
+        parts = list(client.chat.completions.create(**chat, stream=True))
+        text = "".join(part.choices[0].delta.content or "" for part in parts)
+        assert answer.choices[0].message.content == text
+        assert answer.usage is not None
+        assert 1 <= answer.usage.completion_tokens <= 12
+        completion = client.completions.create(**body, prompt=[5, 6, 7])
+        pieces = client.completions.create(**body, prompt=[5, 6, 7], stream=True)
+        assert completion.choices[0].text == "".join(piece.choices[0].text for piece in pieces)
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            client.completions.create(**{**body, "max_tokens": 10**6}, prompt=[5])
 
 
 def test_idle_server_burns_no_processor(server: Server) -> None:

@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 
 from beds.engine_bed import EngineBed, async_engine, tokens, with_async_engine
+from beds.live_server import wait_until
+from octavo.engine import async_llm
 from octavo.engine.async_llm import AnswerStream, AsyncLLM
 from octavo.errors import EngineDead, RequestError
 from octavo.outputs import StreamEvent
@@ -70,7 +72,7 @@ def test_bad_requests_are_refused_at_once_and_disturb_nobody() -> None:
 
 def test_abort_ends_a_stream_and_frees_its_blocks() -> None:
     """C64, C67: one of two equal requests is aborted; the other has its whole answer."""
-    bed = EngineBed()
+    bed = EngineBed(step_seconds=0.002)
 
     async def body(engine: AsyncLLM) -> tuple[list[StreamEvent], list[StreamEvent]]:
         left, right = (engine.submit([5, 6, 7], params(max_tokens=150)) for _ in range(2))
@@ -105,6 +107,53 @@ def test_a_crash_of_the_engine_tells_everybody() -> None:
     assert "AssertionError" in str(event.error)
 
 
+def test_a_crash_that_takes_the_scheduler_along_hangs_nobody() -> None:
+    """Promise 2: the step breaks after some of its events were made, and the core can't even end
+    requests any more; every index of every stream still hears of it."""
+    bed = EngineBed()
+    process = bed.core.outputs.process
+
+    def break_after(events: list[Any]) -> list[StreamEvent]:
+        if bed.scheduler.stats().steps >= 5:
+            process(events)  # the answers that end here are gone from the processor
+            raise AssertionError("our own bug")
+        return process(events)
+
+    async def body(engine: AsyncLLM) -> list[list[StreamEvent]]:
+        broken = AssertionError("no end either")
+        with (
+            mock.patch.object(bed.core.outputs, "process", break_after),
+            mock.patch.object(bed.core, "end", side_effect=broken),
+        ):
+            streams = [engine.submit([5 + i, 6], params(max_tokens=5, n=2)) for i in range(2)]
+            streams.append(engine.submit([9, 9, 9], params(max_tokens=50)))
+            return await asyncio.gather(*(asyncio.wait_for(read(s), 10) for s in streams))
+
+    for events in with_async_engine(bed, body):
+        ends = [event for event in events if event.finish_reason is not None]
+        assert {event.finish_reason for event in ends} == {"error"}
+        assert len(ends) == len({event.index for event in events})
+
+
+def test_a_refused_request_takes_no_arrival_number() -> None:
+    """Promise 1: seeds are derived from the number of arrival; one that never arrived has none."""
+
+    def seeds(refused: int) -> list[int]:
+        async def body(engine: AsyncLLM) -> list[int]:
+            for _ in range(refused):
+                with pytest.raises(RequestError):
+                    engine.submit([5], params(max_tokens=10**6, n=3))
+            streams = [engine.submit([5], params(max_tokens=1)) for _ in range(3)]
+            for stream in streams:
+                await read(stream)
+            return [stream.seed for stream in streams]
+
+        found: list[int] = with_async_engine(EngineBed(), body)
+        return found
+
+    assert seeds(refused=0) == seeds(refused=4)
+
+
 def test_shutdown_lets_running_answers_finish() -> None:
     """C103: what runs ends normally, what comes is refused."""
 
@@ -128,12 +177,6 @@ def test_shutdown_lets_running_answers_finish() -> None:
 
 def test_shutdown_with_a_timeout_ends_the_rest_with_an_error() -> None:
     """C103: a timeout is kept, and nobody is left without a last event."""
-    bed = EngineBed()
-    compute = bed.model.submit
-
-    def slowly(plan: Any) -> Any:
-        time.sleep(0.01)
-        return compute(plan)
 
     async def body(engine: AsyncLLM) -> list[StreamEvent]:
         stream = engine.submit([5, 6, 7], params(max_tokens=180))
@@ -141,8 +184,7 @@ def test_shutdown_with_a_timeout_ends_the_rest_with_an_error() -> None:
         await asyncio.to_thread(engine.shutdown, 0.05)
         return await read(stream)
 
-    with mock.patch.object(bed.model, "submit", slowly):
-        events = with_async_engine(bed, body)
+    events = with_async_engine(EngineBed(step_seconds=0.01), body)
     assert events[-1].finish_reason == "error"
     assert "shutting down" in str(events[-1].error)
     assert events[-1].num_generated_tokens < 180
@@ -156,6 +198,23 @@ def test_an_idle_engine_sleeps() -> None:
         time.sleep(0.1)
         assert step.call_count == 0
         engine.shutdown()
+
+
+def test_an_idle_engine_recounts_its_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leak is found when nothing runs, and the engine stops rather than guess."""
+    monkeypatch.setattr(async_llm, "IDLE_AUDIT_SECONDS", 0.01)
+    bed = EngineBed()
+    engine = async_engine(bed)
+    with mock.patch.object(bed.scheduler, "audit", wraps=bed.scheduler.audit) as audit:
+        engine.abort([])
+        wait_until(lambda: audit.call_count == 1)
+        time.sleep(0.1)
+        assert audit.call_count == 1
+    assert engine.is_ready
+    bed.scheduler.kv.pool.ref_counts[3] += 1
+    engine.abort([])
+    wait_until(lambda: not engine.is_ready)
+    engine.shutdown()
 
 
 def test_a_closed_loop_does_not_hurt_the_engine() -> None:

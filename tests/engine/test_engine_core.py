@@ -64,6 +64,24 @@ def test_a_fault_of_the_whole_step_ends_those_in_it_and_no_other() -> None:
     assert tokens(bed.run()[again, 0]) == solo(PROMPTS[0], max_tokens=6)
 
 
+def test_an_interrupt_in_a_step_leaves_the_engine_whole() -> None:
+    """Ctrl-C breaks into a step of LLM.generate: its requests end, no block and no row is lost."""
+    bed = EngineBed(scheduling={"max_num_seqs": 2})
+    ids = [bed.add(prompt, max_tokens=6) for prompt in PROMPTS[:3]]
+    bed.core.step()
+    with (
+        mock.patch.object(bed.model, "submit", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        bed.core.step()
+    bed.scheduler.audit()
+    assert list(bed.core.outputs.answers) == ids[2:], "the one that waited goes on"
+    again = [bed.add(prompt, max_tokens=6) for prompt in PROMPTS[:2]]
+    events = bed.run()
+    for request_id, prompt in zip([ids[2], *again], [PROMPTS[2], *PROMPTS[:2]], strict=True):
+        assert tokens(events[request_id, 0]) == solo(prompt, max_tokens=6)
+
+
 def test_twenty_random_faults_leave_the_engine_whole() -> None:
     """C106: faults of random rows at random steps, one after the other."""
     draw = random.Random(5)
@@ -166,8 +184,16 @@ def test_an_abort_frees_everything_before_the_next_step() -> None:
     bed.scheduler.audit()
 
 
+def test_no_gauge_is_negative_while_the_engine_moves_blocks() -> None:
+    """C67: a scrape may come between two counts of one snapshot."""
+    bed = EngineBed()
+    between = bed.scheduler.stats()._replace(num_free_blocks=40, num_cached_blocks=30)
+    bed.metrics.watch(lambda: between)
+    assert bed.metric("vllm:kv_cache_usage_perc") == 0
+
+
 def test_metrics_count_what_happened() -> None:
-    """R21 and the metric names that routers read: tokens, hits, ends, times."""
+    """The metric names that routers read: tokens, hits, ends, times."""
     bed = EngineBed()
     bed.add(PROMPTS[3], max_tokens=4)
     bed.run()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf, write_tiny_hf
 from octavo import LLM, SamplingParams
-from octavo.errors import ConfigError, ModelLoadError, RequestError
+from octavo.errors import ConfigError, EngineDead, ModelLoadError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -71,6 +76,30 @@ def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
 
 
+def test_an_open_stream_loses_nothing_to_other_calls(llm: LLM) -> None:
+    """They are refused until it ends, instead of stepping its request and losing its events."""
+    stream = llm.stream("abc", GREEDY)
+    events = [next(stream)]
+    with pytest.raises(RequestError, match="still open"):
+        llm.generate("abc", GREEDY)
+    with pytest.raises(RequestError, match="still open"):
+        next(llm.stream("abc", GREEDY))
+    events += stream
+    (whole,) = llm.generate("abc", GREEDY)
+    assert "".join(event.text for event in events) == whole.outputs[0].text
+
+
+def test_the_models_own_sampling_defaults_are_used(tmp_path: Path) -> None:
+    """generation_config.json is JSON: its top_k may come as 50 or 50.0; the count is whole."""
+    folder = write_tiny_hf(tmp_path / "tiny")
+    sampling = {"temperature": 0.6, "top_p": 0.9, "top_k": 50.0}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **sampling}))
+    llm = LLM(str(folder), max_model_len=64, num_kv_blocks=16)
+    assert llm.default_params() == SamplingParams(temperature=0.6, top_p=0.9, top_k=50)
+    assert llm.generate("abc")[0].outputs[0].finish_reason in ("stop", "length")
+    llm.close()
+
+
 def test_one_bad_prompt_is_refused_before_any_runs(llm: LLM) -> None:
     """Nothing is computed, nothing is left over."""
     steps = llm.stats().steps
@@ -81,6 +110,54 @@ def test_one_bad_prompt_is_refused_before_any_runs(llm: LLM) -> None:
         llm.generate("one", [GREEDY, GREEDY])
     assert llm.stats().steps == steps
     assert llm.stats().num_waiting == 0
+
+
+def test_python_values_of_the_wrong_kind_are_refused_clearly(llm: LLM) -> None:
+    """No bare TypeError: a RequestError says what a prompt, params or messages look like."""
+    wrong: list[Any] = [None, 3, b"bytes", ["a", None], [3.5], {"text": "a"}, [["a"]]]
+    for prompts in wrong:
+        with pytest.raises(RequestError):
+            llm.generate(prompts, GREEDY)
+    for params in (5, {"temperature": 0}, [None], "greedy"):
+        with pytest.raises(RequestError, match="SamplingParams"):
+            llm.generate("a", params)  # type: ignore[arg-type]
+    for messages in (None, [3], {"role": "user"}, [], [{"role": "user"}], "hi"):
+        with pytest.raises(RequestError):
+            llm.chat(messages, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="ignore_eos"):
+        SamplingParams(ignore_eos="yes")  # type: ignore[arg-type]
+
+
+def test_numpy_ids_and_paths_are_as_good_as_pythons(llm: LLM, model: str) -> None:
+    ids = llm.tokenizer.encode("hello there")
+    (by_list,) = llm.generate([ids], GREEDY)
+    for prompt in (np.array(ids), np.array([ids]), [np.int64(x) for x in ids]):
+        (answer,) = llm.generate(prompt, GREEDY)  # type: ignore[arg-type]
+        assert answer.outputs[0].token_ids == by_list.outputs[0].token_ids
+    assert LLM(Path(model), num_kv_blocks=8, max_model_len=64).max_model_len == 64  # type: ignore[arg-type]
+
+
+def test_without_params_an_answer_is_bounded(llm: LLM) -> None:
+    (answer,) = llm.generate("abc")
+    assert answer.outputs[0].finish_reason in ("length", "stop")
+    assert len(answer.outputs[0].token_ids) <= llm.max_output_tokens(len(answer.prompt_token_ids))
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    """Promise 1: several threads of one LLM each get their own whole answer."""
+    prompts = [[5 + i, 6, 7 + i] for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda p: llm.generate([p], params, use_tqdm=False), prompts))
+    assert [answer[0].outputs[0].token_ids for answer in answers] == expected
+
+
+def test_a_closed_llm_says_so(model: str) -> None:
+    llm = LLM(model, num_kv_blocks=8, max_model_len=64)
+    llm.close()
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate("abc", GREEDY)
 
 
 def test_an_answer_reports_its_seed_and_the_seed_repeats_it(llm: LLM) -> None:
@@ -108,6 +185,16 @@ def test_unknown_and_impossible_settings_are_refused(model: str) -> None:
         LLM(model=model, max_num_seq=3)
     with pytest.raises(ConfigError, match=r"block_size.*power of two"):
         LLM(model=model, block_size=12)
+    for name, value in (
+        ("block_size", "16"),
+        ("max_num_seqs", 2.5),
+        ("seed", "7"),
+        ("threads", True),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} is .*a whole number"):
+            LLM(model=model, **{name: value})
+    with pytest.raises(ConfigError, match=r"enable_prefix_caching is 'no'.*true or false"):
+        LLM(model=model, enable_prefix_caching="no")
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(model=model, max_model_len=10**6)
     with pytest.raises(ModelLoadError, match="no-such"):

@@ -179,7 +179,7 @@ def test_a_stop_string_beats_the_reason_of_the_scheduler() -> None:
 
 
 def test_entries_hold_exact_bytes_and_independent_alternatives() -> None:
-    """C46: half a character keeps its bytes; a control token that is not shown has none."""
+    """C46, R68: half a character keeps its bytes; a control token that is not shown has none."""
     tokenizer, (head, tail) = scripted(b"\xf0\x9f", b"\xab\xa0")
     pieces = stream(tokenizer, [[head], [tail, 0]], SamplingParams(logprobs=2))
     first, second, control = pieces[1].logprobs

@@ -20,8 +20,19 @@ ROOMS: dict[str, set[str]] = {
     "sampling": {"kernels"},
     "worker": {"kernels", "models", "sampling"},
     "engine": {"core", "worker.executor"},
+    "sim": {"core", "worker.executor"},
     "server": {"core", "engine"},
-    "cli": {"core", "engine", "server", "weights", "worker", "kernels", "models", "sampling"},
+    "cli": {
+        "core",
+        "engine",
+        "sim",
+        "server",
+        "weights",
+        "worker",
+        "kernels",
+        "models",
+        "sampling",
+    },
 }
 COMPOSITION_ROOTS = {
     "engine/build.py": {"weights", "worker"},

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beds.backends import LAW_BACKENDS, backend_settings
+from beds.backends import LAW_BACKENDS, backend_settings, cpu_levels
 from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
 from octavo import LLM, SamplingParams
 from octavo.outputs import RequestOutput
@@ -73,18 +73,20 @@ def workloads(draw: st.DrawFn) -> Workload:
 class Engines:
     """Engines over one tiny model, by settings, made once each."""
 
-    def __init__(self, model: str, backend: str) -> None:
+    def __init__(self, model: str, backend: str, **fixed: Any) -> None:
         self.model = model
-        self.backend = backend
+        self.fixed = {**backend_settings(backend), **fixed}
         self.made: dict[str, LLM] = {}
 
     def __call__(self, **settings: Any) -> LLM:
         key = repr(sorted(settings.items()))
         if key not in self.made:
-            self.made[key] = LLM(
-                self.model, max_model_len=128, **backend_settings(self.backend), **settings
-            )
+            self.made[key] = LLM(self.model, max_model_len=128, **self.fixed, **settings)
         return self.made[key]
+
+    def close(self) -> None:
+        for llm in self.made.values():
+            llm.close()
 
     def alone(self, workload: Workload) -> list[tuple[Any, ...]]:
         """The undisturbed answers: each request by itself in a roomy engine."""
@@ -99,8 +101,7 @@ def engines(
     folder: Path = tmp_path_factory.mktemp("laws")
     made = Engines(str(write_tiny_gguf(folder / "tiny.gguf")), request.param)
     yield made
-    for llm in made.made.values():
-        llm.close()
+    made.close()
 
 
 @given(workload=workloads())
@@ -157,12 +158,22 @@ def test_order_of_arrival_is_no_matter(engines: Engines, workload: Workload, ord
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_preempted_is_undisturbed(engines: Engines, prefix_caching: bool) -> None:
-    """R99, C14: recomputed after preemption, with chunks, in a pool that is far too small."""
+    """R99, C14: recomputed after preemption, with chunks, in a pool that is far too small; what was
+    generated before counts for the presence penalty as output, not as prompt."""
+    assert_preempted_is_undisturbed(engines, enable_prefix_caching=prefix_caching)
+
+
+def assert_preempted_is_undisturbed(engines: Engines, **settings: Any) -> None:
     workload: Workload = [
         (
             [3 + (7 * i + 5 * j) % (VOCAB_SIZE - 3) for j in range(11 + i)],
             SamplingParams(
-                temperature=0.8 * (i % 2), seed=i, max_tokens=40, logprobs=3, ignore_eos=True
+                temperature=0.8 * (i % 2),
+                presence_penalty=1.5 * (i % 3 != 0),
+                seed=i,
+                max_tokens=40,
+                logprobs=3,
+                ignore_eos=True,
             ),
         )
         for i in range(6)
@@ -172,11 +183,22 @@ def test_preempted_is_undisturbed(engines: Engines, prefix_caching: bool) -> Non
         block_size=4,
         max_num_seqs=6,
         max_num_batched_tokens=9,
-        enable_prefix_caching=prefix_caching,
+        **settings,
     )
     before = llm.stats().num_preemptions
     assert run(llm, workload) == engines.alone(workload)
     assert llm.stats().num_preemptions > before, "the pool was large enough: nothing was tested"
+
+
+@pytest.mark.parametrize("level", cpu_levels())
+def test_every_level_of_the_machine_keeps_the_laws(level: str, tmp_path: Path) -> None:
+    """Batches, chunks, preemption and prefix hits together, on each instruction-set level."""
+    engines = Engines(str(write_tiny_gguf(tmp_path / "tiny.gguf")), "cpu", isa=level)
+    assert_preempted_is_undisturbed(engines)
+    assert_preempted_is_undisturbed(engines)
+    (pressed,) = [llm for llm in engines.made.values() if llm.stats().num_preemptions]
+    assert pressed.stats().prefix_hits_tokens > 0
+    engines.close()
 
 
 def test_unseeded_requests_repeat_from_the_engine_seed(tmp_path: Path) -> None:

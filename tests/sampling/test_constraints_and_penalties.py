@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from beds.sampler_rows import make_row, sample, sample_one, sample_token
+from beds.step_count import count_steps, memory_kept
 from octavo.messages import RowFault, SampledToken
 from octavo.sampling.constraints import apply_constraints
 from octavo.sampling.penalties import apply_penalties
@@ -103,6 +104,22 @@ def test_counts_survive_growth() -> None:
     counts = dict(zip(state.output_counts.ids, state.output_counts.counts, strict=True))
     assert counts == {i: n for i, n in enumerate(expected) if n}
     assert set(state.seen_counts.ids) == set(counts)
+
+
+def test_noting_a_token_costs_the_same_after_20_000() -> None:
+    """C107, the penalties' part: steps and memory follow the vocabulary, not the length."""
+    params = SamplingParams(frequency_penalty=1.0, repetition_penalty=2.0)
+    state = make_row(params, prompt=[1])
+
+    def note(count: int) -> None:
+        for i in range(count):
+            state.append(i % V)
+
+    note(100)
+    early = count_steps(lambda: note(1000))
+    assert memory_kept(lambda: note(18_000)) < 10_000
+    assert count_steps(lambda: note(1000)) <= early
+    assert count_steps(lambda: apply_penalties(np.ones(V, np.float32), state)) < 50
 
 
 def test_counts_are_not_kept_for_those_who_do_not_ask() -> None:

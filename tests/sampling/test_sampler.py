@@ -24,7 +24,7 @@ INF = math.inf
 
 
 def test_the_order_of_steps_is_written_down() -> None:
-    """R69-R84: the docstring numbers the steps."""
+    """The docstring numbers the steps; that they happen so is what the other tests prove."""
     doc = inspect.getdoc(Sampler) or ""
     positions = [doc.index(f"\n{i}. ") for i in range(10)]
     assert positions == sorted(positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -285,6 +286,28 @@ def test_tokens_to_text_and_back(client: AppClient) -> None:
     back = client.post("/detokenize", {"tokens": body["tokens"]})
     assert strict_json(back.content) == {"prompt": text}
     assert strict_json(client.post("/tokenize", {"prompt": ""}).content)["tokens"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "x" * 5000}), ("/detokenize", {"tokens": [120] * 5000})],
+)
+def test_a_long_text_is_tokenised_off_the_event_loop(
+    client: AppClient, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams of others go on meanwhile."""
+    used: list[int] = []
+    for name in ("encode", "decode"):
+        work = getattr(client.engine.tokenizer, name)
+
+        def note(*args: Any, work: Any = work, **kwargs: Any) -> Any:
+            used.append(threading.get_ident())
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(client.engine.tokenizer, name, note)
+    assert client.post(path, body).status_code == 200
+    assert used
+    assert threading.get_ident() not in used
 
 
 def test_conversations_are_tokenised_as_chat_does_it(client: AppClient) -> None:

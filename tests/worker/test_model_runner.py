@@ -71,7 +71,7 @@ def greedy_tokens(backend: str, prompt: list[int], count: int) -> list[int]:
 
 
 def test_steps_generate_what_computing_alone_generates(runner: ModelRunner, backend: str) -> None:
-    """R4, R5, R51, R63: a chunked prompt joins a decoding request; each gets its own tokens."""
+    """R51, R63, R84: a chunked prompt joins a decoding request; each gets its own tokens."""
     one, two = [5, 6, 7, 8, 9], [11, 12, 13, 14, 15, 16, 17]
     outputs: dict[int, list[int]] = {0: [], 3: []}
     steps = [

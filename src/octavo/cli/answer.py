@@ -54,9 +54,10 @@ def load(args: argparse.Namespace) -> LLM:
     return LLM(model_of(args), **settings_of(args))
 
 
-def params_of(llm: LLM, args: argparse.Namespace) -> SamplingParams:
+def params_of(llm: LLM, args: argparse.Namespace, num_prompt_tokens: int) -> SamplingParams:
     """What the command line gives, over the model's own defaults. Raises RequestError."""
-    return replace(llm.default_params(), **sampling_of(args))
+    sampling = sampling_of(args, llm.max_output_tokens(num_prompt_tokens))
+    return replace(llm.default_params(), **sampling)
 
 
 def stream_answer(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OctavoError, RequestTooLarge
@@ -24,9 +26,12 @@ Ctrl-D   leave"""
 class Conversation:
     """Messages so far, and the engine that answers them."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    def __init__(
+        self, llm: LLM, params_for: Callable[[int], SamplingParams], system: str | None
+    ) -> None:
+        """params_for: those of a prompt of so many tokens."""
         self.llm = llm
-        self.params = params
+        self.params_for = params_for
         self.system = system
         self.messages: list[dict[str, Any]] = []
         self.clear()
@@ -40,9 +45,10 @@ class Conversation:
         turn that failed leaves nothing."""
         asked = [*self.messages, message("user", text)]
         prompt_ids = self.llm.tokenizer.apply_chat_template(asked)
+        params = self.params_for(len(prompt_ids))
         pieces: list[str] = []
         try:
-            timing = stream_answer(self.llm, prompt_ids, self.params, pieces)
+            timing = stream_answer(self.llm, prompt_ids, params, pieces)
         except KeyboardInterrupt:
             self.messages = [*asked, message("assistant", "".join(pieces))]
             raise
@@ -58,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     """One answer with --prompt, else a conversation until Ctrl-D."""
     prompt = None if args.prompt is None else read_prompt(args.prompt)
     llm = load(args)
-    conversation = Conversation(llm, params_of(llm, args), args.system)
+    params_for = partial(params_of, llm, args)
+    params_for(1)  # a wrong flag is told before the first question
+    conversation = Conversation(llm, params_for, args.system)
     if prompt is None:
         return converse(conversation)
     timing = conversation.ask(prompt)

@@ -12,9 +12,10 @@ def run(args: argparse.Namespace) -> int:
     """Load, continue the prompt, report."""
     prompt = read_prompt(args.prompt)
     llm = load(args)
-    params = params_of(llm, args)
+    prompt_ids = llm.tokenizer.encode(prompt)
+    params = params_of(llm, args, len(prompt_ids))
     pieces: list[str] = []
-    timing = stream_answer(llm, llm.tokenizer.encode(prompt), params, pieces)
+    timing = stream_answer(llm, prompt_ids, params, pieces)
     if sys.stdout.isatty() and not "".join(pieces).endswith("\n"):
         print()  # for a person; a file or a pipe gets the exact text
     print(f"{timing} | load: {llm.load_seconds:.2f} s", file=sys.stderr)

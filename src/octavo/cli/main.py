@@ -14,7 +14,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import OctavoError
-from .options import Parser, add_sampling, add_settings, normalise
+from .options import Parser, add_sampling, add_settings, normalise, seconds
 
 EXAMPLES = """\
 examples:
@@ -44,6 +44,8 @@ def build_parser() -> Parser:
     kinds = bench.add_subparsers(title="benchmarks", dest="bench", metavar="BENCHMARK")
     _throughput(kinds.add_parser("throughput", help="run a file of requests, all at once"))
     _models(commands.add_parser("models", help="list known and cached models, or fetch one"))
+    scenario = commands.add_parser("scenario", help="worked examples of scheduling, drawn")
+    _scenario(scenario)
     return parser
 
 
@@ -54,9 +56,10 @@ def _serve(parser: Parser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="Port to bind. Default: 8000.")
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("OCTAVO_API_KEY"),
+        action="append",
         metavar="KEY",
-        help="Key that clients must send. Default: $OCTAVO_API_KEY, which no process list shows.",
+        help="Key that clients must send; may be given several times, each a tenant of its own. "
+        "Default: $OCTAVO_API_KEY, which no process list shows.",
     )
     parser.add_argument(
         "--served-model-name",
@@ -67,7 +70,7 @@ def _serve(parser: Parser) -> None:
     )
     parser.add_argument(
         "--shutdown-timeout",
-        type=float,
+        type=seconds,
         default=30.0,
         metavar="SECONDS",
         help="Time that running answers have to finish after Ctrl-C or SIGTERM. Default: 30.",
@@ -117,6 +120,13 @@ def _models(parser: Parser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "fetch"), default="list")
     parser.add_argument("name", nargs="?", metavar="NAME", help="Alias or hub id, for fetch.")
     parser.set_defaults(module="models", parser=parser)
+
+
+def _scenario(parser: Parser) -> None:
+    parser.description = "Play a worked example on the real scheduler, without a model; check it."
+    parser.add_argument("action", choices=("list", "run"), help="list them, or run one.")
+    parser.add_argument("name", nargs="?", default="all", metavar="NAME", help="Default: all.")
+    parser.set_defaults(module="scenario", parser=parser)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
@@ -61,6 +62,17 @@ def size(text: str) -> int:
     return int(float(match[2]) * _UNITS[match[3]])
 
 
+def seconds(text: str) -> float:
+    """A time from 0 up."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, 0 or above")
+    return value
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """MODEL and a flag for every setting of the engine."""
     parser.add_argument(
@@ -90,8 +102,9 @@ def _add_fields(group: Any, cls: type, only: tuple[str, ...] | None = None) -> N
         if kind == "bool":
             kwargs["action"] = argparse.BooleanOptionalAction
         else:
-            kwargs["type"] = size if kind.startswith("int") else str
-            kwargs["metavar"] = "N" if kind.startswith("int") else "NAME"
+            number = size if kind.startswith("int") else float
+            is_number = kind.startswith(("int", "float"))
+            kwargs["type"], kwargs["metavar"] = (number, "N") if is_number else (str, "NAME")
         group.add_argument("--" + field.name.replace("_", "-"), **kwargs)
 
 
@@ -124,10 +137,10 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     group.add_argument(
         "--max-tokens",
         type=size,
-        default=max_tokens,
         metavar="N",
-        help=f"Tokens to generate at most. Default: {max_tokens}.",
+        help=f"Tokens to generate at most. Default: {max_tokens}, or what the limits leave.",
     )
+    group.set_defaults(default_max_tokens=max_tokens)
     group.add_argument(
         "--temperature",
         type=float,
@@ -165,6 +178,12 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
 SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
 
 
-def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters given, temperature and max_tokens always among them."""
-    return {name: getattr(args, name) for name in SAMPLING_FLAGS if hasattr(args, name)}
+def sampling_of(args: argparse.Namespace, max_output_tokens: int) -> dict[str, Any]:
+    """The sampling parameters given, temperature and max_tokens always among them.
+
+    A default that nobody asked for gives way to `max_output_tokens`, what the limits leave.
+    """
+    given = {name: getattr(args, name) for name in SAMPLING_FLAGS if hasattr(args, name)}
+    if args.max_tokens is None:
+        given["max_tokens"] = max(1, min(args.default_max_tokens, max_output_tokens))
+    return given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from .options import config_of, model_of, settings_of
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         lambda: _load(args),
         host=args.host,
         port=args.port,
-        api_key=args.api_key,
+        api_key=args.api_key or os.environ.get("OCTAVO_API_KEY"),
         served_model_names=args.served_model_name,
         shutdown_timeout=args.shutdown_timeout,
     )

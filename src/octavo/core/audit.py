@@ -48,10 +48,10 @@ def _audit_requests(scheduler: Scheduler) -> None:
 
 
 def _holders(scheduler: Scheduler) -> list[Request]:
-    """Who may hold a row and blocks: the running, and the finished with a step in flight."""
+    """Who may hold a row and blocks: the running, and the finished in flight or as padding."""
     in_flight = [request for group in scheduler.in_flight.values() for request in group]
-    ended = [request for request in in_flight if request.status is Status.FINISHED]
-    return [*scheduler.running.values(), *ended]
+    ended = {request for request in in_flight if request.status is Status.FINISHED}
+    return [*scheduler.running.values(), *(ended | scheduler.batching.padding.keys())]
 
 
 def _audit_blocks(scheduler: Scheduler) -> None:

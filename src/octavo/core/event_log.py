@@ -31,6 +31,8 @@ class Reason(Enum):
     """Waiting -> running. (known tokens, tokens found in the prefix cache)"""
     RESUMED = "resumed"
     """Preempted -> running. (known tokens, tokens of it still in the cache)"""
+    PASSED_BY = "passed_by"
+    """A smaller request was admitted while this one did not fit. (that request)"""
     PREFIX_HIT = "prefix_hit"
     """A first admission reuses cached tokens. (tokens)"""
     PREEMPTED = "preempted"

@@ -16,6 +16,7 @@ class Journal:
         "num_preemptions",
         "queries_tokens",
         "recomputed_tokens",
+        "starved",
         "steps",
         "waiting_for",
     )
@@ -30,6 +31,8 @@ class Journal:
         self.num_preemptions = 0
         self.queries_tokens = 0
         self.recomputed_tokens = 0
+        self.starved: int | None = None
+        """The first running request that the last step's budget did not reach, as logged."""
         self.steps = 0
 
     def next_step(self) -> int:
@@ -38,11 +41,18 @@ class Journal:
         self.event_log.step = self.steps
         return self.steps
 
-    def hold(self, request: Request, reason: Reason, *detail: int) -> None:
-        """A waiting request goes on waiting; logged when the reason changes."""
+    def hold(self, request: Request, reason: Reason, *detail: int) -> bool:
+        """A waiting request goes on waiting; logged when the reason changes. Always False."""
         if self.waiting_for.get(request.request_id) is not reason:
             self.waiting_for[request.request_id] = reason
             self.event_log.record(reason, request.request_id, *detail)
+        return False
+
+    def starve(self, request: Request, num_wanted: int) -> None:
+        """The budget ends before this running request; logged when it is not the one of before."""
+        if self.starved != request.request_id:
+            self.starved = request.request_id
+            self.event_log.record(Reason.TOKEN_BUDGET, request.request_id, num_wanted, 0)
 
     def start(self, request: Request, num_hits: int) -> None:
         """A request, still waiting or preempted, starts with `num_hits` tokens from the cache."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from ..config import CacheConfig
+from ..errors import ConfigError
 from ..request import Request
 from .block_pool import BlockPool
 from .event_log import EventLog, Reason
@@ -65,6 +67,22 @@ class KVCacheManager:
             match = self.cache.match(request.token_ids, max_blocks, request.cache_scope)
             self._last_match = (key, match)
         return self._last_match[1]
+
+    def num_hit_blocks(self, request: Request) -> int:
+        """Blocks that `request` would find in the cache now."""
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        match = self.cache.match(request.token_ids, max_blocks, request.cache_scope)
+        return 0 if match is None else len(match.block_ids)
+
+    def num_yielded(self, victims: Iterable[Request], match: Match | None) -> int:
+        """Blocks that become available if all of `victims` give theirs back, `match` left out.
+
+        A block that nobody else holds is free then, or cached and evictable.
+        """
+        counts = Counter(block_id for victim in victims for block_id in victim.block_ids)
+        hits = set() if match is None else set(match.block_ids)
+        ref_counts = self.pool.ref_counts
+        return sum(ref_counts[b] - n <= 1 for b, n in counts.items() if b not in hits)
 
     def start(self, request: Request, match: Match | None) -> None:
         """Begin a block table with the cached prefix that `find_prefix` gave."""
@@ -156,3 +174,47 @@ class KVCacheManager:
             assert node.pins or all(expected[block_id] == 1 for block_id in node.block_ids), (
                 "an evictable block is in use"
             )
+
+
+class ContiguousKVManager(KVCacheManager):
+    """The baseline of R32: each request takes room for max_model_len tokens when it starts.
+
+    All reservations are of one size and BlockPool gives the lowest ids first, so each is a
+    contiguous range, whatever was freed before; what is left over at the end serves nobody.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_model_len: int, event_log: EventLog
+    ) -> None:
+        super().__init__(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=False,
+            event_log=event_log,
+        )
+        self._num_reserved = super().num_blocks_for(max_model_len)
+        if self._num_reserved > num_blocks:
+            wanted = f"at least {self._num_reserved}, for one request of max_model_len tokens"
+            raise ConfigError("num_kv_blocks", num_blocks, wanted)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return self._num_reserved if num_tokens else 0
+
+
+def make_kv_manager(
+    config: CacheConfig, num_blocks: int, max_model_len: int, event_log: EventLog
+) -> KVCacheManager:
+    """Paged, or the contiguous baseline, as the settings say."""
+    if config.kv_reservation == "contiguous":
+        return ContiguousKVManager(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            event_log=event_log,
+        )
+    return KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        event_log=event_log,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ..request import Request
@@ -15,8 +15,8 @@ class VictimPolicy(Protocol):
     def choose(self, running: Iterable[Request]) -> Request:
         """One of `running`, which is not empty and holds the request in need as well.
 
-        The request that arrived first must not be chosen while there is another: it is the one
-        that is sure to make progress.
+        By a total order that a preemption does not change: whoever is last in it is chosen only
+        when alone, and is sure to make progress.
         """
         ...
 
@@ -28,7 +28,47 @@ class LastArrived:
         return max(running, key=lambda request: request.request_id)
 
 
-VICTIM_POLICIES: dict[str, type[VictimPolicy]] = {"last_arrived": LastArrived}
+class LowestPriority:
+    """`lowest_priority`: the worst priority (and, with ageing, youth), then who came last."""
+
+    def choose(self, running: Iterable[Request]) -> Request:
+        return max(running, key=lambda request: (request.rank, request.request_id))
+
+
+class MostGenerated:
+    """`most_generated`: who had most of its answer already (R97); ties: who came last."""
+
+    def choose(self, running: Iterable[Request]) -> Request:
+        return max(running, key=lambda request: (request.num_output_tokens, request.request_id))
+
+
+class FewestGenerated:
+    """`fewest_generated`: who has least to compute again for what it was given; ties: the last."""
+
+    def choose(self, running: Iterable[Request]) -> Request:
+        return min(running, key=lambda request: (request.num_output_tokens, -request.request_id))
+
+
+VICTIM_POLICIES: dict[str, type[VictimPolicy]] = {
+    "last_arrived": LastArrived,
+    "lowest_priority": LowestPriority,
+    "most_generated": MostGenerated,
+    "fewest_generated": FewestGenerated,
+}
+
+
+def choose_victims(
+    candidates: list[Request], policy: VictimPolicy, suffices: Callable[[list[Request]], bool]
+) -> list[Request]:
+    """As few of `candidates` as suffice, in the order of `policy`; none if all do not."""
+    victims: list[Request] = []
+    if not suffices(candidates):
+        return victims
+    left = list(candidates)
+    while not suffices(victims):
+        victims.append(policy.choose(left))
+        left.remove(victims[-1])
+    return victims
 
 
 class PreemptionMode(Protocol):

@@ -15,19 +15,22 @@ from heapq import heappop, heappush
 from ..config import CacheConfig, SchedulerConfig
 from ..messages import NewRequest, ScheduledRequest, SchedulerOutput, StepResult, TokenEvent
 from ..request import Request, Status
+from .admission import Admission
 from .audit import audit
-from .event_log import EventLog, Reason
+from .batching import BATCHING_MODES
+from .event_log import EventLog
 from .journal import Journal
-from .kv_cache_manager import KVCacheManager
+from .kv_cache_manager import make_kv_manager
 from .limits import Limits
-from .policy import BATCHING_MODES, WAITING_ORDERS, by_name
+from .policy import by_name
 from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
 from .radix_cache import Match
-from .stats import SchedulerStats
+from .stats import SchedulerStats, stats_of
 from .stop_rules import find_stop
+from .waiting_orders import WAITING_ORDERS
 
 
-class _Draft:
+class Draft:
     """A step's plan while it is made."""
 
     __slots__ = ("budget", "entries", "num_blocks_owed", "preempted", "starts")
@@ -59,12 +62,7 @@ class Scheduler:
         self.config = config
         self.event_log = EventLog() if event_log is None else event_log
         self.journal = Journal(self.event_log)
-        self.kv = KVCacheManager(
-            num_blocks=num_blocks,
-            block_size=cache_config.block_size,
-            enable_prefix_caching=cache_config.enable_prefix_caching,
-            event_log=self.event_log,
-        )
+        self.kv = make_kv_manager(cache_config, num_blocks, max_model_len, self.event_log)
         chunked = config.enable_chunked_prefill
         self.limits = Limits(
             max_model_len, self.kv.capacity, None if chunked else config.token_budget
@@ -73,14 +71,16 @@ class Scheduler:
         """Live ones, by id."""
         self.running: dict[int, Request] = {}
         """By id, in order of admission."""
-        self.waiting = by_name("scheduling_policy", config.scheduling_policy, WAITING_ORDERS)()
-        self._victims = by_name("victim_policy", config.victim_policy, VICTIM_POLICIES)()
+        order = by_name("scheduling_policy", config.scheduling_policy, WAITING_ORDERS)
+        self.waiting = order(config)
+        self.victims = by_name("victim_policy", config.victim, VICTIM_POLICIES)()
         self._preemption = by_name("preemption_mode", config.preemption_mode, PREEMPTION_MODES)()
-        self._batching = by_name("batching_mode", config.batching_mode, BATCHING_MODES)()
+        self.batching = by_name("batching_mode", config.batching_mode, BATCHING_MODES)()
         self.free_rows = list(range(config.max_num_seqs))
         """Heap: the worker's persistent rows that nobody has."""
         self.in_flight: dict[int, tuple[Request, ...]] = {}
         """Requests of each plan whose result has not come, by step."""
+        self._admission = Admission(self)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for one that can never run (C1)."""
@@ -88,7 +88,7 @@ class Scheduler:
         assert request.request_id not in self.requests, "two live requests have one id"
         assert request.status is Status.WAITING, "a request was added twice"
         self.requests[request.request_id] = request
-        self.waiting.push(request)
+        self.waiting.push(request, self.journal.steps)
 
     def max_output_tokens(self, num_prompt_tokens: int) -> int:
         """Output tokens that the limits leave to such a prompt; below 1: it can't run."""
@@ -102,16 +102,16 @@ class Scheduler:
         """
         step = self.journal.next_step()
         busy = {request for requests in self.in_flight.values() for request in requests}
-        draft = _Draft(self.config.token_budget)
+        draft = Draft(self.config.token_budget)
         self._schedule_running(draft, busy)
-        if self.waiting:
-            self._admit_waiting(draft)
+        self._schedule_padding(draft, busy)
+        self._admission.admit(draft, busy)
         if draft.entries:
             self.in_flight[step] = tuple(draft.entries)
         num_tokens = self.config.token_budget - draft.budget
         return SchedulerOutput(step, tuple(draft.starts), tuple(draft.entries.values()), num_tokens)
 
-    def _schedule_running(self, draft: _Draft, busy: Container[Request]) -> None:
+    def _schedule_running(self, draft: Draft, busy: Container[Request]) -> None:
         block_size = self.kv.block_size
         for request in tuple(self.running.values()):
             num_tokens = len(request.token_ids)
@@ -123,9 +123,7 @@ class Scheduler:
                 continue
             num_new = min(num_tokens - num_computed, draft.budget)
             if num_new == 0:
-                detail = (num_tokens - num_computed, 0)
-                self.event_log.record(Reason.TOKEN_BUDGET, request.request_id, *detail)
-                return
+                return self.journal.starve(request, num_tokens - num_computed)
             end = num_computed + num_new
             new_block_ids: tuple[int, ...] = ()
             if end > len(request.block_ids) * block_size:
@@ -138,23 +136,42 @@ class Scheduler:
             draft.entries[request] = ScheduledRequest(
                 request.row, num_computed, num_new, end == num_tokens, new_block_ids
             )
+        self.journal.starved = None
+
+    def _schedule_padding(self, draft: Draft, busy: Container[Request]) -> None:
+        """Finished rows of a static batch compute their last position once more."""
+        for request in self.batching.padding:
+            if draft.budget and request not in busy:
+                assert request.row is not None
+                draft.budget -= 1
+                draft.entries[request] = ScheduledRequest(
+                    request.row, request.num_computed_tokens - 1, 1, samples=False
+                )
 
     def _allocate_or_preempt(
-        self, request: Request, num_tokens: int, draft: _Draft, busy: Container[Request]
+        self, request: Request, num_tokens: int, draft: Draft, busy: Container[Request]
     ) -> tuple[int, ...] | None:
         """Blocks for a running request, others yielding theirs; None if it can't join."""
         while (block_ids := self.kv.allocate(request, num_tokens)) is None:
-            victim = self._victims.choose(self.running.values())
+            if self._drop_padding():
+                continue
+            running, outranks = self.running.values(), self.waiting.outranks
+            equals = (other for other in running if not outranks(other, request))
+            victim = self.victims.choose(self.waiting.weaker(request, running) or equals)
             if victim in busy:
                 return None  # not now: what is in flight has to come back first (C22)
-            draft.preempted = True
-            entry = draft.entries.pop(victim, None)
-            if entry is not None:  # it was placed in this very step (C7)
-                draft.budget += entry.num_new_tokens
-            self._preempt(victim, request)
+            self.give_way(victim, request, draft)
             if victim is request:
                 return None
         return block_ids
+
+    def give_way(self, victim: Request, needy: Request, draft: Draft) -> None:
+        """A running request leaves this step, and its blocks, to `needy`."""
+        draft.preempted = True
+        entry = draft.entries.pop(victim, None)
+        if entry is not None:  # it was placed in this very step (C7)
+            draft.budget += entry.num_new_tokens
+        self._preempt(victim, needy)
 
     def preempt(self, request_id: int) -> bool:
         """Make a running request yield its blocks between two steps; False if it doesn't run."""
@@ -168,52 +185,17 @@ class Scheduler:
     def _preempt(self, victim: Request, needy: Request) -> None:
         self.journal.preempt(victim, needy)
         del self.running[victim.request_id]
+        if not self.running:
+            self._drop_padding()
         self._preemption.preempt(victim, self.kv)
         self._free_row(victim)
         victim.status = Status.PREEMPTED
         victim.num_preemptions += 1
         self.waiting.put_back(victim)
 
-    def _admit_waiting(self, draft: _Draft) -> None:
-        """Start waiting requests in order; the first that can't join ends it (R104)."""
-        hold = self.journal.hold
-        num_running = len(self.running)
-        while self.waiting:
-            request = self.waiting.peek()
-            if draft.preempted:
-                return hold(request, Reason.PREEMPTION_STEP)
-            if not self._batching.may_join(num_running):
-                return hold(request, Reason.BATCHING_MODE, num_running)
-            if not self.free_rows:
-                return hold(request, Reason.SEQS_FULL, len(self.running))
-            if draft.budget == 0:
-                return hold(request, Reason.TOKEN_BUDGET, request.num_tokens, 0)
-            match = self.kv.find_prefix(request)
-            num_hit_blocks = 0 if match is None else len(match.block_ids)
-            num_wanted = request.num_tokens - num_hit_blocks * self.kv.block_size
-            num_new = self._cut_prompt(num_wanted, draft.budget)
-            if num_new == 0:
-                return hold(request, Reason.TOKEN_BUDGET, num_wanted, draft.budget)
-            # All that it knows must fit, not only its first chunk, beside what others will ask
-            # for: so nobody waits holding blocks (C2), nobody comes only to be sent away (C13).
-            num_missing = self.kv.num_blocks_for(request.num_tokens) - num_hit_blocks
-            num_left = self.kv.num_available - draft.num_blocks_owed
-            num_left -= 0 if match is None else match.num_evictable
-            if num_missing > num_left:
-                return hold(request, Reason.NO_BLOCKS, num_missing, num_left)
-            self._start(request, match, num_new, draft)
-
-    def _cut_prompt(self, num_wanted: int, budget: int) -> int:
-        """Tokens of a waiting request that join this step; 0: wait for one with more room."""
-        if num_wanted <= budget or self.config.enable_chunked_prefill:
-            return min(num_wanted, budget)
-        # Whole prompts only. But a preempted request that has outgrown every step is cut, since
-        # it would wait for ever; prompts that long are refused at the door.
-        return budget if num_wanted > self.config.token_budget else 0
-
-    def _start(self, request: Request, match: Match | None, num_new: int, draft: _Draft) -> None:
+    def start(self, request: Request, match: Match | None, num_new: int, draft: Draft) -> None:
         """Waiting or preempted -> running, with the whole state that the worker needs."""
-        self.waiting.remove(request)
+        self.waiting.admit(request)
         self.kv.start(request, match)
         num_hits = request.num_computed_tokens
         end = num_hits + num_new
@@ -225,20 +207,9 @@ class Scheduler:
         row = request.row = heappop(self.free_rows)
         request.status = Status.RUNNING
         self.running[request.request_id] = request
-        token_ids = tuple(request.token_ids)
-        draft.starts.append(
-            NewRequest(
-                row,
-                request.request_id,
-                token_ids,
-                request.num_prompt_tokens,
-                request.params,
-                request.seed,
-                request.eos_token_ids,
-            )
-        )
+        draft.starts.append(new_request(request))
         draft.entries[request] = ScheduledRequest(
-            row, num_hits, num_new, end == len(token_ids), tuple(request.block_ids)
+            row, num_hits, num_new, end == request.num_tokens, tuple(request.block_ids)
         )
         draft.budget -= num_new
 
@@ -254,7 +225,8 @@ class Scheduler:
         requests = self.in_flight.pop(plan.step, ())
         for entry, request in zip(plan.scheduled, requests, strict=True):
             if request.status is not Status.RUNNING:
-                self._free(request)
+                if request.row is not None and request not in self.batching.padding:
+                    self._free(request)
                 continue
             request_id = request.request_id
             if faults and entry.row in faults:
@@ -282,6 +254,8 @@ class Scheduler:
                     stop_reason,
                 )
             )
+        if not self.running:
+            self._drop_padding()
         return events
 
     def finish(self, request_id: int, reason: str) -> bool:
@@ -306,13 +280,31 @@ class Scheduler:
             self.waiting.remove(request)
             return
         del self.running[request_id]
-        if not any(request in requests for requests in self.in_flight.values()):
+        self.waiting.ended(request)
+        if not self._in_flight(request):
             self._free(request)
+        if not self.running:
+            self._drop_padding()
 
     def _free(self, request: Request) -> None:
         """Give back blocks and row; what a failed request computed is not kept."""
+        if self.running and self.batching.keep(request):
+            return
         self.kv.free(request, publish=request.finish_reason != "error")
         self._free_row(request)
+
+    def _drop_padding(self) -> bool:
+        """Free the padding that no step in flight computes; False if there is none."""
+        padding = self.batching.padding
+        dropped = [request for request in padding if not self._in_flight(request)]
+        for request in dropped:
+            del padding[request]
+            self.kv.free(request)
+            self._free_row(request)
+        return bool(dropped)
+
+    def _in_flight(self, request: Request) -> bool:
+        return any(request in requests for requests in self.in_flight.values())
 
     def _free_row(self, request: Request) -> None:
         assert request.row is not None
@@ -333,19 +325,22 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot, cheap enough for every step."""
-        return SchedulerStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_blocks=self.kv.pool.num_blocks,
-            num_free_blocks=self.kv.pool.num_free,
-            num_cached_blocks=self.kv.cache.num_evictable,
-            num_preemptions=self.journal.num_preemptions,
-            prefix_queries_tokens=self.journal.queries_tokens,
-            prefix_hits_tokens=self.journal.hits_tokens,
-            recomputed_tokens=self.journal.recomputed_tokens,
-            steps=self.journal.steps,
-        )
+        return stats_of(self)
 
     def audit(self) -> None:
         """Recount everything from scratch; an AssertionError is a bug of ours."""
         audit(self)
+
+
+def new_request(request: Request) -> NewRequest:
+    """All that the worker has to know of a request that starts or resumes."""
+    assert request.row is not None
+    return NewRequest(
+        request.row,
+        request.request_id,
+        tuple(request.token_ids),
+        request.num_prompt_tokens,
+        request.params,
+        request.seed,
+        request.eos_token_ids,
+    )

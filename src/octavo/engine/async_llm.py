@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ..checkpoint import GenerationDefaults
@@ -27,6 +28,9 @@ from .metrics import Metrics
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
+
+IDLE_AUDIT_SECONDS = 1.0
+"""Without work for so long, the engine recounts its blocks once, then sleeps."""
 
 Command = Callable[[], list[StreamEvent]]
 
@@ -87,7 +91,8 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._streams: dict[int, AnswerStream] = {}
         """By request id; owned by the engine thread."""
-        self._num_open: dict[int, int] = {}
+        self._open: dict[int, set[int]] = {}
+        """Indexes of each of them that have not ended."""
         self._accepting = True
         self._dead: str | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
@@ -127,29 +132,32 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_scope: str = "",
+        tenant: str = "",
     ) -> AnswerStream:
         """Queue one prompt, from a coroutine; its n answers come interleaved in one stream.
 
-        Raises RequestError for what can never run, EngineDead after a shutdown or a crash.
+        Raises RequestError for what can never run, QueueFull where too much waits already, and
+        EngineDead after a shutdown or a crash.
         """
         self._check_alive()
         inputs = self._engine.inputs
         token_ids = inputs.tokenize(prompt)
         with self._lock:
-            request_id = self._next_request_id
-            self._next_request_id += params.n
-        requests = inputs.requests(
-            token_ids,
-            params,
-            request_id=request_id,
-            arrival_time=self._engine.core.now(),
-            priority=priority,
-            cache_scope=cache_scope,
-        )
-        stream = AnswerStream(self, requests)
-        with self._lock:
-            # Under the lock, so that no request slips in behind the engine's last look.
+            # Under the lock, so that requests arrive in the order of their numbers, and none slips
+            # in behind the engine's last look. One that is refused here takes no number.
             self._check_alive()
+            requests = inputs.requests(
+                token_ids,
+                params,
+                request_id=self._next_request_id,
+                arrival_time=self._engine.core.now(),
+                priority=priority,
+                cache_scope=cache_scope,
+                tenant=tenant,
+            )
+            stream = AnswerStream(self, requests)
+            self._engine.core.queue.enter(requests)
+            self._next_request_id += params.n
             self._commands.put(lambda: self._add(stream, requests))
         return stream
 
@@ -196,10 +204,11 @@ class AsyncLLM:
             message = f"the engine stopped on an internal error ({type(fault).__name__})"
             with self._lock:
                 self._dead = message
-            self._deliver(self._end_all(message))
             while not self._commands.empty():
                 if (command := self._commands.get()) is not None:
-                    self._deliver(command())
+                    with suppress(Exception):  # an add ends its stream; the rest has no meaning now
+                        self._deliver(command())
+            self._deliver(self._give_up(message))
 
     def _loop(self) -> None:
         """Take commands, step, deliver; return once told to stop and nothing is left."""
@@ -208,7 +217,7 @@ class AsyncLLM:
         while not stopping or core.has_unfinished():
             wait = not core.has_unfinished()
             while wait or not self._commands.empty():
-                command = self._commands.get()
+                command = self._next_command() if wait else self._commands.get()
                 wait = False
                 if command is None:
                     stopping = True
@@ -216,13 +225,24 @@ class AsyncLLM:
                     self._deliver(command())
             self._deliver(core.step())
 
+    def _next_command(self) -> Command | None:
+        """Sleep until there is one. Raises AssertionError if the idle scheduler does not add up:
+        then answers could be wrong, and the engine rather stops."""
+        try:
+            return self._commands.get(timeout=IDLE_AUDIT_SECONDS)
+        except queue.Empty:
+            self._engine.core.scheduler.audit()
+            return self._commands.get()
+
     def _add(self, stream: AnswerStream, requests: list[Request]) -> list[StreamEvent]:
         self._streams[stream.request_id] = stream
-        self._num_open[stream.request_id] = len(requests)
+        self._open[stream.request_id] = set(range(len(requests)))
         try:
             self._check_crash()
             self._engine.core.add(requests)
         except Exception as fault:
+            for request in requests:
+                self._engine.core.queue.leave(request.request_id)
             return [
                 StreamEvent(stream.request_id, index, "", (), (), "error", None, str(fault))
                 for index in range(len(requests))
@@ -234,6 +254,15 @@ class AsyncLLM:
         events = [core.end(number, "error", message) for number in list(core.outputs.answers)]
         return [event for event in events if event is not None]
 
+    def _give_up(self, message: str) -> list[StreamEvent]:
+        """The last events after a crash. Nothing of the core is asked: what broke may break again,
+        and events of the step that broke were lost on their way."""
+        return [
+            StreamEvent(request_id, index, "", (), (), "error", None, message)
+            for request_id, indexes in self._open.items()
+            for index in sorted(indexes)
+        ]
+
     def _deliver(self, events: list[StreamEvent]) -> None:
         """Hand events to the loops of their streams: one wake-up per loop, not one per token."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[AnswerStream, StreamEvent]]] = {}
@@ -241,9 +270,9 @@ class AsyncLLM:
             stream = self._streams[event.request_id]
             by_loop.setdefault(stream.loop, []).append((stream, event))
             if event.finish_reason is not None:
-                self._num_open[event.request_id] -= 1
-                if not self._num_open[event.request_id]:
-                    del self._streams[event.request_id], self._num_open[event.request_id]
+                self._open[event.request_id].discard(event.index)
+                if not self._open[event.request_id]:
+                    del self._streams[event.request_id], self._open[event.request_id]
         for loop, deliveries in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put_all, deliveries)

@@ -13,7 +13,7 @@ from ..core.scheduler import Scheduler
 from ..weights.sources import open_checkpoint
 from ..worker.load import load_executor
 from .engine_core import EngineCore
-from .input_processor import InputProcessor, Limits
+from .input_processor import InputProcessor
 from .metrics import Metrics
 from .tokenizer import Tokenizer
 
@@ -53,10 +53,16 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     )
     metrics = Metrics(checkpoint.name)
     core = EngineCore(scheduler, executor, tokenizer, metrics)
-    limits = Limits(executor.max_model_len, executor.vocab_size, scheduler.max_output_tokens)
-    inputs = InputProcessor(tokenizer, limits, checkpoint.generation, seed=config.seed)
+    inputs = InputProcessor(
+        tokenizer,
+        scheduler.limits,
+        checkpoint.generation,
+        vocab_size=executor.vocab_size,
+        seed=config.seed,
+    )
     for name, value in executor.describe().items():
         logger.info("%s: %s", name, value)
+    logger.info("gap between tokens: %s", config.scheduler.token_gap)
     return Engine(
         core=core,
         inputs=inputs,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 
+from ..core.dump import dump
 from ..core.scheduler import Scheduler
 from ..errors import EngineDead
 from ..messages import RowFault, SchedulerOutput, StepResult
 from ..outputs import StreamEvent
-from ..request import Request
+from ..request import Request, Status
 from ..worker.executor import Executor
 from .metrics import Metrics
 from .output_processor import OutputProcessor
+from .queue_limits import QueueLimits
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
@@ -39,6 +42,10 @@ class EngineCore:
         self.metrics = metrics
         self.now = now
         self.outputs = OutputProcessor(tokenizer, metrics, scheduler.finish, now)
+        self.queue = QueueLimits(scheduler.config)
+        """For front ends that turn requests away; those that enter leave it here."""
+        self._deadlines: list[tuple[float, int, bool]] = []
+        """Heap: (time, request id, whether it is only for those that have not started)."""
         self._num_idle_steps = 0
         metrics.watch(scheduler.stats)
 
@@ -54,27 +61,60 @@ class EngineCore:
                 self.scheduler.finish(request_id, "abort")
             raise
         self.outputs.add(requests)
+        for request in requests:
+            for seconds, only_queued in (
+                (request.params.timeout, False),
+                (self.scheduler.config.max_queue_seconds, True),
+            ):
+                if seconds is not None:
+                    deadline = request.arrival_time + seconds
+                    heappush(self._deadlines, (deadline, request.request_id, only_queued))
 
     def end(self, request_id: int, reason: str, error: str | None = None) -> StreamEvent | None:
         """End a request from outside and free its blocks; None if it is not running any more."""
         self.scheduler.finish(request_id, reason)
+        self.queue.leave(request_id)
         return self.outputs.end(request_id, reason, error)
 
     def step(self) -> list[StreamEvent]:
         """Schedule, compute, and give each request that moved its event."""
+        expired = self._expire() if self._deadlines else []
         plan = self.scheduler.schedule()
         if not plan.scheduled:
-            return self._idle()
+            return expired + self._idle()
         self._num_idle_steps = 0
         self.outputs.started(plan.starts)
-        result = self._compute(plan)
-        events = self.scheduler.update_from_output(plan, result)
-        self.metrics.stepped(plan.num_scheduled_tokens, len(result.faults))
-        return self.outputs.process(events)
+        for start in plan.starts:
+            self.queue.leave(start.request_id)
+        try:
+            result = self._compute(plan)
+        except BaseException:  # Ctrl-C: nothing comes of this step, but no block is lost with it
+            self._take(plan, _failed(plan, "interrupted"))
+            raise
+        return expired + self._take(plan, result)
+
+    def _expire(self) -> list[StreamEvent]:
+        """End those whose time is over, before anything is computed for them."""
+        now, live, events = self.now(), self.scheduler.requests, list[StreamEvent]()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id, only_queued = heappop(self._deadlines)
+            request = live.get(request_id)
+            if request and not (only_queued and request.status is not Status.WAITING):
+                event = self.end(request_id, "timeout")
+                events += [] if event is None else [event]
+        if len(self._deadlines) > 64 + 4 * len(live):  # mostly of requests that have ended
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in live]
+            heapify(self._deadlines)
+        return events
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do."""
         return self.scheduler.has_unfinished()
+
+    def _take(self, plan: SchedulerOutput, result: StepResult) -> list[StreamEvent]:
+        events = self.scheduler.update_from_output(plan, result)
+        self.metrics.stepped(plan.num_scheduled_tokens, len(result.faults))
+        return self.outputs.process(events)
 
     def _compute(self, plan: SchedulerOutput) -> StepResult:
         """Run the step; a fault of the whole step ends the requests in it, not the engine."""
@@ -83,8 +123,7 @@ class EngineCore:
         except Exception as fault:
             logger.exception("step %d failed", plan.step)
             message = f"internal error in the step of this request: {type(fault).__name__}"
-            faults = tuple(RowFault(scheduled.row, message) for scheduled in plan.scheduled)
-            return StepResult(plan.step, (), faults)
+            return _failed(plan, message)
 
     def _idle(self) -> list[StreamEvent]:
         """Nothing was scheduled: normal without requests, our own bug with them."""
@@ -95,7 +134,7 @@ class EngineCore:
             return []
         self._num_idle_steps = 0
         stats = self.scheduler.stats()
-        logger.error("no progress: %s; live requests: %s", stats, list(self.scheduler.requests))
+        logger.error("no progress: %s", dump(self.scheduler))
         message = "the engine makes no progress with this request; it was given up"
         events = [
             self.end(request_id, "error", message) for request_id in list(self.outputs.answers)
@@ -103,3 +142,10 @@ class EngineCore:
         if self.scheduler.has_unfinished():
             raise EngineDead(f"the scheduler holds requests that nobody waits for: {stats}")
         return [event for event in events if event is not None]
+
+
+def _failed(plan: SchedulerOutput, message: str) -> StepResult:
+    """The result of a step in which every row failed."""
+    return StepResult(
+        plan.step, (), tuple(RowFault(entry.row, message) for entry in plan.scheduled)
+    )

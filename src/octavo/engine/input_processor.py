@@ -5,11 +5,10 @@ Pure: it reads limits, never state, so callers may use it from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from ..checkpoint import GenerationDefaults
+from ..core.limits import Limits
 from ..errors import RequestError, RequestTooLarge
 from ..request import Request
 from ..sampling_params import SamplingParams
@@ -28,24 +27,22 @@ def derive_seed(seed: int, number: int) -> int:
     return (z ^ (z >> 31)) >> (64 - SEED_BITS)
 
 
-class Limits(NamedTuple):
-    """What bounds a request, whatever else runs."""
-
-    max_model_len: int
-    vocab_size: int
-    max_output_tokens: Callable[[int], int]
-    """Scheduler.max_output_tokens: output tokens that a prompt of so many tokens leaves room for,
-    by max_model_len and by the KV pool; below 1 when the prompt itself does not fit."""
-
-
 class InputProcessor:
     """Turns prompts and parameters into checked Requests, one for each of the n answers."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: Limits, generation: GenerationDefaults, *, seed: int
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        generation: GenerationDefaults,
+        *,
+        vocab_size: int,
+        seed: int,
     ) -> None:
+        """limits: the scheduler's own, so that what it can never run is refused here already."""
         self.tokenizer = tokenizer
         self.limits = limits
+        self.vocab_size = vocab_size
         self.eos_token_ids = generation.eos_token_ids
         self.seed = seed
 
@@ -73,6 +70,7 @@ class InputProcessor:
         arrival_time: float,
         priority: int = 0,
         cache_scope: str = "",
+        tenant: str = "",
     ) -> list[Request]:
         """One Request for each of params.n answers, numbered from `request_id`.
 
@@ -89,7 +87,7 @@ class InputProcessor:
         seed = params.seed
         if seed is None or seed == -1:
             seed = derive_seed(self.seed, request_id)
-        return [
+        requests = [
             Request(
                 request_id + index,
                 token_ids,
@@ -100,9 +98,12 @@ class InputProcessor:
                 priority=priority,
                 arrival_time=arrival_time,
                 cache_scope=cache_scope,
+                tenant=tenant,
             )
             for index in range(params.n)
         ]
+        self.limits.check(requests[0])
+        return requests
 
     def _check_params(self, params: SamplingParams) -> None:
         """Bounds that depend on the model (C38)."""
@@ -117,7 +118,7 @@ class InputProcessor:
             self._check_ids(min(ids), max(ids), "logit_bias")
 
     def _check_ids(self, lowest: int, highest: int, param: str) -> None:
-        if lowest < 0 or highest >= self.limits.vocab_size:
+        if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
-            message = f"{param}: token id {wrong} is outside 0 to {self.limits.vocab_size - 1}"
+            message = f"{param}: token id {wrong} is outside 0 to {self.vocab_size - 1}"
             raise RequestError(message, param=param)

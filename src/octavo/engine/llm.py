@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ..config import make_config
 from ..core.stats import SchedulerStats
-from ..errors import RequestError
+from ..errors import EngineDead, RequestError
 from ..outputs import CompletionOutput, RequestOutput, StreamEvent
 from ..request import Request
 from ..sampling_params import SamplingParams
@@ -16,11 +19,14 @@ from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Prompts = Prompt | Sequence[Prompt]
-Message = dict[str, Any]
+Message = Mapping[str, Any]
+
+DEFAULT_MAX_TOKENS = 256
+"""Output tokens of generate() and chat() without params, where the limits leave that many."""
 
 
 class LLM:
-    """A loaded model that answers many prompts at once.
+    """A loaded model that answers many prompts at once. Calls from several threads take turns.
 
     LLM(model="smollm2-135m", max_num_batched_tokens=2048, ...) takes every setting of
     octavo.config as a keyword and refuses what it does not know (ConfigError).
@@ -30,6 +36,10 @@ class LLM:
         self.config = make_config(model=model, **settings)
         self._engine: Engine = build_engine(self.config)
         self._next_request_id = 0
+        self._turns = threading.Lock()
+        self._whose_turn: int | None = None
+        """The thread that steps the engine now."""
+        self._closed = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -39,6 +49,10 @@ class LLM:
     def max_model_len(self) -> int:
         """Longest request in tokens, prompt and output together."""
         return self._engine.max_model_len
+
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Output tokens that model length and KV pool leave to such a prompt; below 1: none."""
+        return self._engine.inputs.limits.max_output_tokens(num_prompt_tokens)
 
     @property
     def load_seconds(self) -> float:
@@ -51,7 +65,8 @@ class LLM:
 
     def default_params(self) -> SamplingParams:
         """The model's own sampling defaults, over SamplingParams' own."""
-        return SamplingParams(**self._engine.generation.sampling)  # type: ignore[arg-type]
+        sampling: dict[str, Any] = dict(self._engine.generation.sampling)
+        return SamplingParams(**sampling)
 
     def generate(
         self,
@@ -62,12 +77,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt: text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
 
-        `params` is one for all prompts, or one each; by default the model's own. All prompts are
-        checked before any runs: RequestError then names what is wrong, and nothing was computed.
-        An answer that a fault ended has finish_reason "error" and says why in `error`.
+        `params` is one for all prompts, or one each; by default the model's own, and
+        DEFAULT_MAX_TOKENS. All prompts are checked before any runs: RequestError then names what is
+        wrong, and nothing was computed. An answer that a fault ended has finish_reason "error",
+        and says why in `error`.
         """
-        listed = _listed(prompts)
-        return self._run(listed, self._params_for(len(listed), params), use_tqdm=use_tqdm)
+        return self._run(_listed(prompts), params, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -78,47 +93,65 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; the model's chat template writes the prompts."""
-        first = messages[0] if messages else None
-        conversations: Any = [messages] if isinstance(first, Mapping) or first is None else messages
         prompts = [
-            self.tokenizer.apply_chat_template(list(conversation), **template)
-            for conversation in conversations
+            self.tokenizer.apply_chat_template(conversation, **template)
+            for conversation in _conversations(messages)
         ]
-        return self._run(prompts, self._params_for(len(prompts), params), use_tqdm=use_tqdm)
+        return self._run(prompts, params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Continue one prompt, piece by piece; leaving the loop early aborts the request."""
-        _, requests = self._prepare(prompt, params or self.default_params())
-        core = self._engine.core
-        core.add(requests)
-        parent_id = requests[0].request_id
-        try:
-            while core.has_unfinished():
-                yield from (event for event in core.step() if event.request_id == parent_id)
-        finally:
-            self._abort(requests)
+        """Continue one prompt, piece by piece; leaving the loop early aborts the request.
+
+        Raises RequestError while another stream of this LLM is open, and so do the other calls.
+        """
+        with self._turn():
+            _, requests = self._prepare(prompt, params)
+            core = self._engine.core
+            core.add(requests)
+            parent_id = requests[0].request_id
+            try:
+                while core.has_unfinished():
+                    yield from (event for event in core.step() if event.request_id == parent_id)
+            finally:
+                self._abort(requests)
 
     def close(self) -> None:
-        """Give back the model's memory and threads."""
+        """Give back the model's memory and threads; the LLM can't be used afterwards."""
+        self._closed = True
         self._engine.core.executor.close()
 
-    def _params_for(
-        self, number: int, params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if params is None:
-            return [self.default_params()] * number
-        if isinstance(params, SamplingParams):
-            return [params] * number
-        if len(params) != number:
-            raise RequestError(f"{len(params)} SamplingParams for {number} prompts")
-        return list(params)
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One caller at a time, since whoever steps the engine gets everybody's events.
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[Request]]:
+        Other threads wait. A thread that has left a stream open would wait for itself, and is told.
+        """
+        if self._whose_turn == threading.get_ident():
+            raise RequestError(
+                "a stream of this LLM is still open: read it to its end or close() it first"
+            )
+        with self._turns:
+            if self._closed:
+                raise EngineDead("this LLM is closed: make a new one")
+            self._whose_turn = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._whose_turn = None
+
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams | None
+    ) -> tuple[str | None, list[Request]]:
         """The text (if any) and the checked requests of one prompt."""
         given = _prompt_of(prompt)
         inputs = self._engine.inputs
+        token_ids = inputs.tokenize(given)
+        if params is None:
+            # A limit that nobody asked for gives way to what the model and the pool leave.
+            room = max(1, self.max_output_tokens(len(token_ids)))
+            params = replace(self.default_params(), max_tokens=min(DEFAULT_MAX_TOKENS, room))
         requests = inputs.requests(
-            inputs.tokenize(given),
+            token_ids,
             params,
             request_id=self._next_request_id,
             arrival_time=self._engine.core.now(),
@@ -127,9 +160,20 @@ class LLM:
         return (given if isinstance(given, str) else None), requests
 
     def _run(
-        self, prompts: Sequence[Prompt], params: list[SamplingParams], *, use_tqdm: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
-        prepared = [self._prepare(p, s) for p, s in zip(prompts, params, strict=True)]
+        with self._turn():
+            each = _one_each(params, len(prompts))
+            prepared = [self._prepare(p, s) for p, s in zip(prompts, each, strict=True)]
+            return self._answer(prepared, use_tqdm=use_tqdm)
+
+    def _answer(
+        self, prepared: list[tuple[str | None, list[Request]]], *, use_tqdm: bool
+    ) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         for text, requests in prepared:
             first = requests[0]
@@ -157,25 +201,61 @@ class LLM:
             self._engine.core.end(request.request_id, "abort")
 
 
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, number: int
+) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * number
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(each, SamplingParams) for each in params
+    ):
+        raise RequestError("params must be SamplingParams, or a list of one for each prompt")
+    if len(params) != number:
+        raise RequestError(f"{len(params)} SamplingParams for {number} prompts")
+    return list(params)
+
+
 def _prompt_of(prompt: Prompt) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):
-        if "prompt_token_ids" in prompt:
-            return list(prompt["prompt_token_ids"])
-        if isinstance(prompt.get("prompt"), str):
-            return str(prompt["prompt"])
-        raise RequestError('a prompt given as a dict needs "prompt" or "prompt_token_ids"')
-    return list(prompt)
+        given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+        if given is None or isinstance(given, Mapping):
+            raise RequestError('a prompt given as a dict needs "prompt" or "prompt_token_ids"')
+        return _prompt_of(given)
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+    return [_plain(token_id) for token_id in _plain(prompt)]
+
+
+def _plain(value: Any) -> Any:
+    """numpy's arrays and numbers as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _listed(prompts: Prompts) -> list[Prompt]:
     """Many prompts as a list; one prompt (text, a dict, a list of ids) as a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise RequestError(f"prompts are text, lists of token ids, or a list of these, not {kind}")
+    listed: list[Any] = [_plain(prompt) for prompt in _plain(prompts)]
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[list[Message]]:
+    """Several conversations; one is a list of one."""
+    if not isinstance(messages, list | tuple):
+        raise RequestError("messages must be a list of dicts, or a list of such lists")
+    one = not messages or isinstance(messages[0], Mapping)
+    conversations: Any = [messages] if one else messages
+    for conversation in conversations:
+        if not isinstance(conversation, list | tuple):
+            raise RequestError("messages must be a list of dicts, or a list of such lists")
+    return [list(conversation) for conversation in conversations]
 
 
 def _progress(total: int, *, enabled: bool) -> Any:

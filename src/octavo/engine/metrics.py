@@ -149,7 +149,8 @@ class _SchedulerCollector:
         stats = self.metrics.stats()
         if stats is None:
             return
-        used = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
+        # The engine's thread may be between two of these counts: a gauge is never negative (C67).
+        used = max(0, stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks)
         gauges = (
             ("num_requests_running", "Requests in the batch", stats.num_running),
             ("num_requests_waiting", "Requests in the queue", stats.num_waiting),

@@ -18,7 +18,7 @@ not on T or B, on the row's place, on chunk borders, on the block ids or on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -68,6 +68,28 @@ class Arena(Protocol):
         ...
 
 
+class StepBatch(Protocol):
+    """A step's index arrays as models take them (models/batch.py), here for their number only."""
+
+    @property
+    def input_ids(self) -> Array:
+        """[T]"""
+        ...
+
+    @property
+    def logits_indices(self) -> Array:
+        """[S]"""
+        ...
+
+    def __iter__(self) -> Iterator[Any]:
+        """All fields, in order."""
+        ...
+
+
+Forward = Callable[[Any, KVCache, Arena], Array]
+"""A model's forward(batch, kv_cache, arena) -> logits [S, V]."""
+
+
 class Kernels(Protocol):
     """One backend."""
 
@@ -83,6 +105,16 @@ class Kernels(Protocol):
         ...
 
     def make_arena(self) -> Arena: ...
+
+    def capture(
+        self, forward: Forward, kv_cache: KVCache, batches: Sequence[StepBatch]
+    ) -> Forward | None:
+        """A quicker equal of a model's `forward`, to the bit; None where there is none.
+
+        It may be made by running `forward` on each of `batches`: steps whose results nobody reads,
+        one that samples and one that doesn't, with T != S. What they write into `kv_cache` is void.
+        """
+        ...
 
     def pack_linear(self, weight: Array) -> Linear:
         """Pack a float32 [N, K] weight once, at load; the caller may overwrite it afterwards."""
@@ -100,13 +132,28 @@ class Kernels(Protocol):
         """Bring a norm weight [H] into the form that the norms read."""
         ...
 
+    kv_cache_dtypes: tuple[str, ...]
+    """What a pool may hold: the dtype itself; int8, with one scale per token and head."""
+
     def allocate_kv_cache(
-        self, *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str = "auto",
     ) -> KVCache:
-        """Reserve the pool once; pages become resident on first use only."""
+        """Reserve the pool once; pages become resident on first use only.
+
+        dtype: one of kv_cache_dtypes, or "auto" for that of the activations.
+        """
         ...
 
-    def kv_bytes_per_token(self, *, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+    def kv_bytes_per_token(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "auto"
+    ) -> int:
         """Bytes of the pool that one token takes, over all layers."""
         ...
 

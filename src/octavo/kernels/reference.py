@@ -18,7 +18,7 @@ import numpy as np
 
 from ..checkpoint import StoredRows
 from ..errors import ConfigError
-from .api import Array, KVCache, Linear
+from .api import Array, Forward, KVCache, Linear, StepBatch
 from .arena import NumpyArena
 
 TILE_SIZE = 64
@@ -75,6 +75,7 @@ class ReferenceKernels:
     name = "reference"
     dtype = np.dtype(np.float32)
     stored_kinds: frozenset[str] = frozenset()
+    kv_cache_dtypes = ("float32",)
 
     def describe(self) -> dict[str, str]:
         """For the start-up report."""
@@ -82,6 +83,9 @@ class ReferenceKernels:
 
     def make_arena(self) -> NumpyArena:
         return NumpyArena()
+
+    def capture(self, forward: Forward, kv_cache: KVCache, batches: Sequence[StepBatch]) -> None:
+        return None  # nothing here is to be quicker than it is plain
 
     def pack_linear(self, weight: Array) -> ReferenceLinear:
         return ReferenceLinear(np.array(weight, dtype=np.float32))  # a copy: see the op table
@@ -93,8 +97,16 @@ class ReferenceKernels:
         return np.ascontiguousarray(weight, dtype=np.float32)
 
     def allocate_kv_cache(
-        self, *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str = "auto",
     ) -> ReferenceKVCache:
+        assert dtype in ("auto", *self.kv_cache_dtypes)
         return ReferenceKVCache(
             num_layers=num_layers,
             num_blocks=num_blocks,
@@ -103,7 +115,9 @@ class ReferenceKernels:
             head_dim=head_dim,
         )
 
-    def kv_bytes_per_token(self, *, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+    def kv_bytes_per_token(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "auto"
+    ) -> int:
         return num_layers * 2 * num_kv_heads * head_dim * self.dtype.itemsize
 
     def embedding(self, input_ids: Array, weight: Linear, out: Array) -> None:

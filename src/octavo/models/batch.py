@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from ..kernels.api import Array
 
 
@@ -30,3 +32,33 @@ class ForwardBatch(NamedTuple):
 
     logits_indices: Array
     """[S] rows whose logits are wanted (R61, R62)."""
+
+    sampled_positions: Array | None = None
+    """[S] where each of these stands."""
+
+    sampled_start_loc: Array | None = None
+    """[B + 1] prefix sums of how many of these each request has, given where they are its last
+    rows, so that they attend as a step of their own (R64)."""
+
+
+def trace_batches() -> tuple[ForwardBatch, ForwardBatch]:
+    """Two steps to capture a model with, one that samples and one that doesn't; T != B, S != T.
+
+    Three requests of 1, 2 and 2 tokens that all write to the first block's first slots: whatever
+    the sizes of pool and blocks, they fit, if not two tokens then one over the other.
+    """
+    starts = np.array([0, 1, 3, 5], np.int32)
+    zeros = np.zeros(5, np.int32)
+    plain = ForwardBatch(
+        input_ids=zeros,
+        positions=zeros.copy(),
+        slot_mapping=zeros.copy(),
+        query_start_loc=starts,
+        seq_lens=np.diff(starts),
+        block_table=np.zeros((3, 2), np.int32),
+        logits_indices=starts[1:] - 1,
+        sampled_positions=np.zeros(3, np.int32),
+        sampled_start_loc=np.arange(4, dtype=np.int32),
+    )
+    none = {"logits_indices": np.empty(0, np.int32), "sampled_positions": np.empty(0, np.int32)}
+    return plain, plain._replace(sampled_start_loc=np.zeros(4, np.int32), **none)

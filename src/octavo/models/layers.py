@@ -24,8 +24,6 @@ class WeightLoader:
         self._scratch = np.empty(0, np.float32)
         self.nbytes = 0
         """Bytes of the packed weights so far."""
-        self.used: set[str] = set()
-        """Names of the tensors loaded so far."""
 
     def linear(self, *parts: tuple[str, int], in_features: int) -> Linear:
         """One Linear of the named weights [out_features, in_features], stacked along N.
@@ -78,7 +76,6 @@ class WeightLoader:
                 f"tensor {name} has the shape {list(found)}, but the model's configuration says "
                 f"{list(shape)}: the file is damaged, or its configuration is another model's"
             )
-        self.used.add(name)
 
 
 def build_cos_sin_cache(config: ModelConfig, max_position: int) -> Array:

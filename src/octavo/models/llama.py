@@ -4,6 +4,7 @@
     each layer:  norm -> attention -> add to residual, norm -> MLP -> (added by the next norm)
     gather the sampled rows [S, H] -> add, norm -> LM head -> logits [S, V]
 
+In the last layer rows that nobody samples leave K and V and no more: nothing reads the rest (R64).
 Every f(x) is added to the residual stream by the norm that follows it (R55, R56), so the stream
 is read and written once for each. Dimensions are named as in kernels/api.py; T rows of all
 requests lie one after the other, and only attention knows where one request ends.
@@ -16,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checkpoint import ModelConfig, Weights
-from ..errors import ModelLoadError
 from ..kernels.api import Arena, Array, Kernels, KVCache, Linear
 from .batch import ForwardBatch
 from .layers import WeightLoader, build_cos_sin_cache
@@ -26,7 +26,7 @@ class LlamaLayer(NamedTuple):
     """Weights of one decoder layer; no biases anywhere (R59)."""
 
     input_norm: Array  # [H]
-    qkv_proj: Linear  # [(NH + 2 KH) D, H]
+    qkv_proj: tuple[Linear, ...]  # [(NH + 2 KH) D, H], or [NH D, H] and [2 KH D, H]
     o_proj: Linear  # [H, NH D]
     post_attention_norm: Array  # [H]
     gate_up_proj: Linear  # [2 I, H]
@@ -49,24 +49,36 @@ class LlamaForCausalLM:
     """One model in memory. Stateless between steps: all that lasts is in the KV cache."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, kernels: Kernels, *, max_model_len: int
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kernels: Kernels,
+        *,
+        max_model_len: int,
+        prune_last_layer: bool = True,
     ) -> None:
-        """Loads and packs all weights. Raises ModelLoadError if they don't fit `config`."""
-        _check_config(config)
+        """Loads and packs all weights. Raises ModelLoadError if they don't fit `config`.
+
+        prune_last_layer: whether its queries, attention and MLP are for sampled rows only (R64).
+        """
         self.config = config
+        self.prune_last_layer = prune_last_layer
         self.kernels = kernels
         self.cos_sin_cache = build_cos_sin_cache(config, max_model_len)
         load = WeightLoader(weights, kernels)
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embed_tokens = load.linear(("model.embed_tokens.weight", vocab), in_features=hidden)
-        self.layers = [_load_layer(load, config, i) for i in range(config.num_hidden_layers)]
+        last = config.num_hidden_layers - 1
+        self.layers = [
+            _load_layer(load, config, i, queries_apart=prune_last_layer and i == last)
+            for i in range(config.num_hidden_layers)
+        ]
         self.norm = load.vector("model.norm.weight", hidden)
         if config.tie_word_embeddings:
             self.lm_head = self.embed_tokens  # one packed array for both
         else:
             self.lm_head = load.linear(("lm_head.weight", vocab), in_features=hidden)
         self.weight_bytes = load.nbytes
-        _refuse_unused(weights, load.used)
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, arena: Arena) -> Array:
         """Logits [S, V] float32 of the rows in batch.logits_indices; valid until arena.reset().
@@ -76,12 +88,24 @@ class LlamaForCausalLM:
         """
         scratch = self._scratch(len(batch.input_ids), arena)
         self.kernels.embedding(batch.input_ids, self.embed_tokens, scratch.residual)
-        for index, layer in enumerate(self.layers):
+        prune = self.prune_last_layer and batch.sampled_start_loc is not None
+        for index, layer in enumerate(self.layers[:-1] if prune else self.layers):
             self._norm_into_hidden(scratch, layer.input_norm, first=index == 0)
             self._attention(layer, index, batch=batch, kv_cache=kv_cache, scratch=scratch)
             self._norm_into_hidden(scratch, layer.post_attention_norm, first=False)
             self._mlp(layer, scratch)
-        return self._logits(batch.logits_indices, scratch, arena)
+        num_rows = len(batch.logits_indices)
+        sampled = self._scratch(num_rows, arena)
+        logits = arena.empty((num_rows, self.config.vocab_size), np.float32)
+        if prune:
+            self._last_layer(batch, kv_cache, scratch, sampled)
+        elif num_rows:
+            self.kernels.gather_rows(scratch.residual, batch.logits_indices, sampled.residual)
+            self.kernels.gather_rows(scratch.delta, batch.logits_indices, sampled.delta)
+        if num_rows:  # the last add and norm, then the LM head: S rows instead of T (R61)
+            self._norm_into_hidden(sampled, self.norm, first=False)
+            self.kernels.linear(sampled.hidden, self.lm_head, logits)
+        return logits
 
     def _norm_into_hidden(self, scratch: Scratch, weight: Array, *, first: bool) -> None:
         """residual += delta, hidden = norm(residual); at the very first there is no delta."""
@@ -101,15 +125,13 @@ class LlamaForCausalLM:
         scratch: Scratch,
     ) -> None:
         """delta = o_proj(attention(rotary(qkv_proj(hidden)))), K/V by way of the cache (R38)."""
-        kernels, config = self.kernels, self.config
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        head_dim = config.head_dim
-        kernels.linear(scratch.hidden, layer.qkv_proj, scratch.qkv)
-        # [T, (NH + 2 KH) D] -> [T, NH + 2 KH, D], split by column into [T, NH, D], 2 x [T, KH, D]
-        heads = scratch.qkv.reshape(-1, num_heads + 2 * num_kv_heads, head_dim)
-        query = heads[:, :num_heads]
-        key = heads[:, num_heads : num_heads + num_kv_heads]
-        value = heads[:, num_heads + num_kv_heads :]
+        kernels = self.kernels
+        column = 0
+        for part in layer.qkv_proj:
+            columns = slice(column, column + part.out_features)
+            kernels.linear(scratch.hidden, part, scratch.qkv[:, columns])
+            column += part.out_features
+        query, key, value = self._heads(scratch)
         kernels.rotary_embedding(batch.positions, query, key, self.cos_sin_cache)
         kernels.reshape_and_cache(key, value, kv_cache, index, batch.slot_mapping)
         kernels.paged_attention(
@@ -119,10 +141,56 @@ class LlamaForCausalLM:
             batch.block_table,
             batch.query_start_loc,
             batch.seq_lens,
-            head_dim**-0.5,
+            self.config.head_dim**-0.5,
             scratch.attention,
         )
         kernels.linear(scratch.attention, layer.o_proj, scratch.delta)
+
+    def _heads(self, scratch: Scratch) -> tuple[Array, Array, Array]:
+        """qkv [T, (NH + 2 KH) D], split by column into [T, NH, D], [T, KH, D] and [T, KH, D]."""
+        num_heads, num_kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        heads = scratch.qkv.reshape(len(scratch.qkv), -1, self.config.head_dim)
+        end = num_heads + num_kv_heads
+        return heads[:, :num_heads], heads[:, num_heads:end], heads[:, end:]
+
+    def _last_layer(
+        self, batch: ForwardBatch, kv_cache: KVCache, scratch: Scratch, sampled: Scratch
+    ) -> None:
+        """K and V of all T rows; the rest for the sampled rows alone, as a decode step (R64, R65).
+
+        Leaves what _attention and _mlp would leave in the sampled rows in `sampled`.
+        """
+        kernels, index = self.kernels, len(self.layers) - 1
+        layer = self.layers[index]
+        q_proj, kv_proj = layer.qkv_proj
+        query_size = q_proj.out_features
+        _, key, value = self._heads(scratch)
+        self._norm_into_hidden(scratch, layer.input_norm, first=index == 0)
+        kernels.linear(scratch.hidden, kv_proj, scratch.qkv[:, query_size:])
+        kernels.rotary_embedding(batch.positions, key, key[:, :0], self.cos_sin_cache)
+        kernels.reshape_and_cache(key, value, kv_cache, index, batch.slot_mapping)
+        if len(batch.logits_indices) == 0:
+            return
+        assert batch.sampled_positions is not None
+        assert batch.sampled_start_loc is not None
+        query, _, _ = self._heads(sampled)
+        kernels.gather_rows(scratch.residual, batch.logits_indices, sampled.residual)
+        kernels.gather_rows(scratch.hidden, batch.logits_indices, sampled.hidden)
+        kernels.linear(sampled.hidden, q_proj, sampled.qkv[:, :query_size])
+        kernels.rotary_embedding(batch.sampled_positions, query, query[:, :0], self.cos_sin_cache)
+        kernels.paged_attention(
+            query,
+            kv_cache,
+            index,
+            batch.block_table,
+            batch.sampled_start_loc,
+            batch.seq_lens,
+            self.config.head_dim**-0.5,
+            sampled.attention,
+        )
+        kernels.linear(sampled.attention, layer.o_proj, sampled.delta)
+        self._norm_into_hidden(sampled, layer.post_attention_norm, first=False)
+        self._mlp(layer, sampled)
 
     def _mlp(self, layer: LlamaLayer, scratch: Scratch) -> None:
         """delta = down(silu(gate(hidden)) * up(hidden)) (R59)."""
@@ -130,22 +198,6 @@ class LlamaForCausalLM:
         kernels.linear(scratch.hidden, layer.gate_up_proj, scratch.gate_up)  # [T, 2 I]
         kernels.silu_and_mul(scratch.gate_up, scratch.activation)  # [T, I]
         kernels.linear(scratch.activation, layer.down_proj, scratch.delta)
-
-    def _logits(self, indices: Array, scratch: Scratch, arena: Arena) -> Array:
-        """Gather first, then the last add and norm, then the LM head: S rows instead of T (R61)."""
-        kernels, config = self.kernels, self.config
-        num_rows = len(indices)
-        logits = arena.empty((num_rows, config.vocab_size), np.float32)
-        if num_rows == 0:
-            return logits
-        shape = (num_rows, config.hidden_size)
-        residual, delta = arena.empty(shape, np.float32), arena.empty(shape, np.float32)
-        hidden = arena.empty(shape, kernels.dtype)
-        kernels.gather_rows(scratch.residual, indices, residual)
-        kernels.gather_rows(scratch.delta, indices, delta)
-        kernels.fused_add_rms_norm(delta, residual, self.norm, config.rms_norm_eps, hidden)
-        kernels.linear(hidden, self.lm_head, logits)
-        return logits
 
     def _scratch(self, num_tokens: int, arena: Arena) -> Scratch:
         config, dtype = self.config, self.kernels.dtype
@@ -162,20 +214,20 @@ class LlamaForCausalLM:
         )
 
 
-def _load_layer(load: WeightLoader, config: ModelConfig, index: int) -> LlamaLayer:
+def _load_layer(
+    load: WeightLoader, config: ModelConfig, index: int, *, queries_apart: bool
+) -> LlamaLayer:
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     hidden, inner = config.hidden_size, config.intermediate_size
     query_size = config.num_attention_heads * config.head_dim
     kv_size = config.num_key_value_heads * config.head_dim
+    query = (attention + "q_proj.weight", query_size)
+    key_value = (attention + "k_proj.weight", kv_size), (attention + "v_proj.weight", kv_size)
+    stacks = ((query,), key_value) if queries_apart else ((query, *key_value),)
     return LlamaLayer(
         input_norm=load.vector(prefix + "input_layernorm.weight", hidden),
-        qkv_proj=load.linear(
-            (attention + "q_proj.weight", query_size),
-            (attention + "k_proj.weight", kv_size),
-            (attention + "v_proj.weight", kv_size),
-            in_features=hidden,
-        ),
+        qkv_proj=tuple(load.linear(*stack, in_features=hidden) for stack in stacks),
         o_proj=load.linear((attention + "o_proj.weight", hidden), in_features=query_size),
         post_attention_norm=load.vector(prefix + "post_attention_layernorm.weight", hidden),
         gate_up_proj=load.linear(
@@ -183,29 +235,3 @@ def _load_layer(load: WeightLoader, config: ModelConfig, index: int) -> LlamaLay
         ),
         down_proj=load.linear((mlp + "down_proj.weight", hidden), in_features=inner),
     )
-
-
-def _check_config(config: ModelConfig) -> None:
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ModelLoadError(
-            f"{config.num_attention_heads} attention heads can't share "
-            f"{config.num_key_value_heads} key/value heads evenly"
-        )
-    if config.head_dim % 2:
-        raise ModelLoadError(f"head_dim is {config.head_dim}, but rotary halves need it even")
-
-
-def _refuse_unused(weights: Weights, used: set[str]) -> None:
-    """A layer tensor that this family has no place for (a bias, say) would change the answers."""
-    unused = sorted(
-        name
-        for name in weights.names()
-        if name.startswith("model.layers.")
-        and name not in used
-        and not name.endswith("rotary_emb.inv_freq")  # old files keep what the configuration says
-    )
-    if unused:
-        raise ModelLoadError(
-            f"the model has {len(unused)} tensors that the Llama family has no place for "
-            f"(first: {unused[0]}): it is of another architecture, or has more layers than it says"
-        )

@@ -25,13 +25,24 @@ class Model(Protocol):
 ARCHITECTURES = ("llama",)
 
 
-def build_model(checkpoint: Checkpoint, kernels: Kernels, *, max_model_len: int) -> Model:
-    """Load a checkpoint's weights into a model. Raises ModelLoadError for what it can't run."""
+def build_model(
+    checkpoint: Checkpoint, kernels: Kernels, *, max_model_len: int, prune_last_layer: bool = True
+) -> Model:
+    """Load a checkpoint's weights into a model. Raises ModelLoadError for what it can't run.
+
+    prune_last_layer: no more than K and V of the last layer for rows that are not sampled (R64).
+    """
     config = checkpoint.config
     if config.architecture == "llama":
         from .llama import LlamaForCausalLM
 
-        return LlamaForCausalLM(config, checkpoint.weights, kernels, max_model_len=max_model_len)
+        return LlamaForCausalLM(
+            config,
+            checkpoint.weights,
+            kernels,
+            max_model_len=max_model_len,
+            prune_last_layer=prune_last_layer,
+        )
     raise ModelLoadError(
         f"{checkpoint.name} is of the architecture {config.architecture!r}; "
         f"supported: {', '.join(ARCHITECTURES)}"

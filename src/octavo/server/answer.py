@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 
@@ -44,10 +45,15 @@ class Answer:
     `abort`, so that no stream goes on for nobody.
     """
 
-    def __init__(self, engine: Engine, *, priority: int = 0, cache_scope: str = "") -> None:
+    def __init__(
+        self, engine: Engine, *, priority: int = 0, cache_scope: str = "", tenant: str = ""
+    ) -> None:
         self._engine = engine
-        self._priority = priority
-        self._cache_scope = cache_scope
+        self._options: dict[str, Any] = {
+            "priority": priority,
+            "cache_scope": cache_scope,
+            "tenant": tenant,
+        }
         self.streams: list[AnswerStream] = []
         self.gone = False
         self._complete = False
@@ -65,9 +71,7 @@ class Answer:
     def _submit(self, job: Job) -> AnswerStream:
         if job.params.max_tokens == 0:
             return EchoStream(job)
-        return self._engine.submit(
-            job.token_ids, job.params, priority=self._priority, cache_scope=self._cache_scope
-        )
+        return self._engine.submit(job.token_ids, job.params, **self._options)
 
     def abort(self) -> None:
         """End every stream that still runs; nothing happens after a complete answer."""

@@ -35,7 +35,7 @@ from .streaming import (
     stream_response,
 )
 from .translate import Job, build_params, chat_jobs, completion_jobs
-from .wire import Door, error_response, read_json_object
+from .wire import KEY_NUMBER, ApiKey, Door, error_response, keys_of, read_json_object
 
 MAX_BODY_BYTES = 32 * 2**20
 
@@ -54,7 +54,7 @@ class App:
         self,
         engine: Engine,
         *,
-        api_key: str | None = None,
+        api_key: ApiKey = None,
         served_model_names: Sequence[str] = (),
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
@@ -96,6 +96,12 @@ class App:
             raise ApiError(404, f"The model {model[:200]!r} is not served; {known} is.")
         return model
 
+    def tenant(self, request: GenerateRequest, scope: Scope) -> str:
+        """Who shares the engine fairly: an API key, or, where that is trusted, a user."""
+        if request.user and self.engine.config.scheduler.trust_user_field:
+            return f"user {request.user}"
+        return str(scope.get(KEY_NUMBER, ""))
+
     @contextmanager
     def in_flight(self) -> Iterator[None]:
         """Counts a request for /load."""
@@ -106,9 +112,9 @@ class App:
             self.num_in_flight -= 1
 
 
-def check_api_key(api_key: str | None) -> None:
+def check_api_key(api_key: ApiKey) -> None:
     """Raises ConfigError for an empty key: an unset variable must not open a server."""
-    if api_key is not None and not api_key.strip():
+    if not all(key.strip() for key in keys_of(api_key)):
         raise ConfigError("api_key", "", "not empty, or left out")
 
 
@@ -149,7 +155,12 @@ class Generation(Generic[SomeRequest]):
             body = await read_json_object(Request(scope, receive), app.max_body_bytes)
             request = self.parse(body)
             model = app.served_name(request.model)
-            answer = Answer(app.engine, priority=request.priority, cache_scope=request.cache_salt)
+            answer = Answer(
+                app.engine,
+                priority=request.priority,
+                cache_scope=request.cache_salt,
+                tenant=app.tenant(request, scope),
+            )
             watcher = asyncio.create_task(_abort_when_gone(receive, answer))
             try:
                 jobs = await self.make_jobs(request, app.engine)

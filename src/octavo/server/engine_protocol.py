@@ -123,6 +123,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         cache_scope: str = "",
+        tenant: str = "",
     ) -> AnswerStream:
         """Queue a request. Raises RequestError, QueueFull or EngineDead at once."""
         ...

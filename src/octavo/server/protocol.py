@@ -21,7 +21,7 @@ logger = logging.getLogger("octavo.server")
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
-    "allowed_token_ids",
+    *("allowed_token_ids", "timeout"),
 )
 """Passed on as they are: SamplingParams checks them."""
 
@@ -29,7 +29,7 @@ SAMPLING_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_toke
 
 HARMLESS_FIELDS = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_interval"),
+        *("metadata", "store", "service_tier", "parallel_tool_calls", "stream_interval"),
         *("kv_transfer_params", "vllm_xargs", "request_id", "session_id", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention", "prediction", "verbosity"),
         *("reasoning_effort", "include_reasoning", "spaces_between_special_tokens"),
@@ -63,6 +63,8 @@ class GenerateRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     priority: int = 0
+    user: str = ""
+    """Whom the client says this is for; believed only where the operator says so."""
     cache_salt: str = ""
     truncate_prompt_tokens: int | None = None
     """Prompt tokens to keep; -1: what the model's length leaves."""
@@ -240,6 +242,7 @@ def _shared(fields: Fields) -> dict[str, Any]:
         "include_usage": options.flag("include_usage"),
         "continuous_usage": options.flag("continuous_usage_stats"),
         "priority": fields.integer("priority") or 0,
+        "user": str(fields.take("user") or ""),
         "cache_salt": _cache_salt(fields.string("cache_salt")),
         "truncate_prompt_tokens": _truncation(fields.integer("truncate_prompt_tokens")),
         "truncate_left": _truncation_side(fields.string("truncation_side")),

@@ -19,6 +19,7 @@ import uvicorn
 from ..errors import OctavoError
 from .app import App, check_api_key, make_app
 from .engine_protocol import Engine
+from .wire import ApiKey
 
 FLUSH_SECONDS = 1.0
 """Time for clients to read the last bytes, after the engine has ended."""
@@ -153,7 +154,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    api_key: str | None = None,
+    api_key: ApiKey = None,
     served_model_names: Sequence[str] = (),
     shutdown_timeout: float = 30.0,
 ) -> int:

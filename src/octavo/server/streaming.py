@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..outputs import StreamEvent
 from .answer import Answer, PromptEvent
-from .errors import ApiError, to_api_error
+from .errors import ApiError, to_api_error, unavailable
 from .logprobs import chat_logprobs, completion_logprobs
 from .protocol import GenerateRequest
 from .translate import Job
@@ -145,6 +145,8 @@ class ResponseBuilder:
         """The choice of the chunk for one event. Raises ApiError if the event is an error."""
         if event.finish_reason == "error":
             raise ApiError(500, event.error or "The engine ended this answer with an error.")
+        if event.finish_reason == "timeout" and not any(state.started for state in self.states):
+            raise unavailable("The request timed out before it could start.")
         index = prompt * self.n + event.index
         state = self.states[index]
         first = not state.started

@@ -40,12 +40,7 @@ def build_params(
     sampling: Mapping[str, Any], model_defaults: Mapping[str, float]
 ) -> SamplingParams:
     """SamplingParams of a request. Raises RequestError that names the field."""
-    defaults: dict[str, Any] = {
-        # A checkpoint's JSON may say 40.0; top_k is a count.
-        name: int(value) if name == "top_k" else value
-        for name, value in model_defaults.items()
-    }
-    return SamplingParams(**{**defaults, **sampling})
+    return SamplingParams(**{**model_defaults, **sampling})
 
 
 def check_priority(request: GenerateRequest, engine: Engine) -> None:
@@ -73,7 +68,7 @@ async def render_chat(request: ChatRequest, engine: Engine) -> list[int]:
         text = "this model has no chat template; use /v1/completions"
         raise RequestError(text, param="messages")
     size = sum(len(message["content"]) for message in request.messages)
-    token_ids = await _off_loop(
+    token_ids = await off_loop(
         size,
         lambda: tokenizer.apply_chat_template(
             request.messages,
@@ -124,7 +119,7 @@ async def _tokenise(
     if not isinstance(prompt, str):
         return prompt
     special = request.add_special_tokens
-    token_ids = await _off_loop(
+    token_ids = await off_loop(
         len(prompt), lambda: engine.tokenizer.encode(prompt, add_special_tokens=special)
     )
     if not token_ids:
@@ -132,7 +127,8 @@ async def _tokenise(
     return token_ids
 
 
-async def _off_loop(size: int, work: Callable[[], Result]) -> Result:
+async def off_loop(size: int, work: Callable[[], Result]) -> Result:
+    """Do `work` on a text of `size` characters: here, or in a thread if it would hold others up."""
     if size <= INLINE_CHARS:
         return work()
     return await asyncio.to_thread(work)

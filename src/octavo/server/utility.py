@@ -17,7 +17,7 @@ from ..errors import RequestError
 from .errors import ApiError
 from .prompts import parse_messages
 from .protocol import ChatRequest, Fields, template_kwargs
-from .translate import render_chat
+from .translate import off_loop, render_chat
 from .wire import JsonResponse, read_json_object
 
 if TYPE_CHECKING:
@@ -88,7 +88,10 @@ async def tokenize(request: Request) -> Response:
     with_strings = fields.flag("return_token_strs")
     continues = fields.flag("continue_final_message")
     if prompt is not None:
-        tokens = tokenizer.encode(prompt, add_special_tokens=special)
+        text = prompt
+        tokens = await off_loop(
+            len(text), lambda: tokenizer.encode(text, add_special_tokens=special)
+        )
     else:
         chat = ChatRequest(
             messages=parse_messages(messages),
@@ -116,7 +119,8 @@ async def detokenize(request: Request) -> Response:
     if not isinstance(tokens, list) or not all(type(x) is int and 0 <= x < size for x in tokens):
         text = f"tokens must be a list of token ids, each from 0 to {size - 1}"
         raise RequestError(text, param="tokens")
-    text = app.engine.tokenizer.decode(tokens, skip_special_tokens=False)
+    tokenizer = app.engine.tokenizer
+    text = await off_loop(len(tokens), lambda: tokenizer.decode(tokens, skip_special_tokens=False))
     return JsonResponse({"prompt": text})
 
 

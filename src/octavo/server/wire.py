@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -40,6 +41,19 @@ def error_response(error: ApiError) -> JsonResponse:
     return JsonResponse(error.body(), error.status_code, headers)
 
 
+KEY_NUMBER = "octavo.key_number"
+"""In a request's scope: which of the server's keys it brought."""
+
+ApiKey = str | Sequence[str] | None
+
+
+def keys_of(api_key: ApiKey) -> tuple[str, ...]:
+    """The keys that a setting names: none, one, or several."""
+    if api_key is None:
+        return ()
+    return (api_key,) if isinstance(api_key, str) else tuple(api_key)
+
+
 class Door:
     """ASGI middleware: what comes in has an id and the key, what goes out has the id.
 
@@ -47,9 +61,9 @@ class Door:
     slash is dropped, rather than redirected: clients drop the body when they follow.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: ApiKey) -> None:
         self._app = app
-        self._api_key = None if api_key is None else api_key.encode()
+        self._api_keys = [key.encode() for key in keys_of(api_key)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,7 +76,7 @@ class Door:
             text = "x-request-id may hold printable ASCII only."
             app = error_response(ApiError(400, text, param="x-request-id"))
             request_id = None
-        elif not self._may_enter(scope["path"], headers):
+        elif not self._may_enter(scope, headers):
             text = "A valid API key is needed: send Authorization: Bearer KEY, or x-api-key: KEY."
             app = error_response(ApiError(401, text, headers={"www-authenticate": "Bearer"}))
         echo = (request_id or uuid.uuid4().hex)[:MAX_REQUEST_ID_CHARS].encode("ascii")
@@ -74,13 +88,16 @@ class Door:
 
         await app(scope, receive, send_with_id)
 
-    def _may_enter(self, path: str, headers: Headers) -> bool:
-        if self._api_key is None or path in OPEN_PATHS:
+    def _may_enter(self, scope: Scope, headers: Headers) -> bool:
+        if not self._api_keys or scope["path"] in OPEN_PATHS:
             return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""
         given = given or headers.get("x-api-key", "")
-        return hmac.compare_digest(given.encode("latin-1"), self._api_key)
+        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._api_keys]
+        if any(matches):
+            scope[KEY_NUMBER] = matches.index(True)
+        return any(matches)
 
 
 async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:

@@ -97,10 +97,10 @@ def check_tensors(config: ModelConfig, weights: Weights, path: Path) -> None:
         listed = "; ".join(problems[:MAX_LISTED])
         more = "; and more" if len(problems) > MAX_LISTED else ""
         raise ModelLoadError(f"{path}: the weights don't match the model's sizes: {listed}{more}")
-    _judge_extra(present - expected - {"lm_head.weight"}, path)
+    _judge_extra(present - expected - {"lm_head.weight"}, config.num_hidden_layers, path)
 
 
-def _judge_extra(extra: set[str], path: Path) -> None:
+def _judge_extra(extra: set[str], num_layers: int, path: Path) -> None:
     """`extra` has no lm_head: with tied embeddings a head in the file is a copy of them."""
     unknown = sorted(name for name in extra if not name.endswith(IGNORED_ENDINGS))
     changing = [name for name in unknown if name.endswith(ARITHMETIC_ENDINGS)]
@@ -109,8 +109,19 @@ def _judge_extra(extra: set[str], path: Path) -> None:
             f"{path}: has {_listed(changing)}: biases and query/key norms are not supported, and "
             "leaving them out would give wrong answers"
         )
+    beyond = [name for name in unknown if (index := _layer_of(name)) and index >= num_layers]
+    if beyond:
+        raise ModelLoadError(
+            f"{path}: has {_listed(beyond)}, but the model says that it has {num_layers} layers: "
+            "one of the two is wrong"
+        )
     if unknown:
         logger.warning("%s: tensors that Octavo does not use: %s", path, _listed(unknown))
+
+
+def _layer_of(name: str) -> int | None:
+    parts = name.split(".", 3)
+    return int(parts[2]) if name.startswith("model.layers.") and parts[2].isdigit() else None
 
 
 def _listed(names: list[str]) -> str:

@@ -65,6 +65,7 @@ class InputBatch:
         rows_of_tokens = np.repeat(rows, num_new)
         block_ids = self.block_table[rows_of_tokens, positions // self.block_size]
         assert block_ids.min() >= 0, "a token was scheduled without a block for it"
+        logits_indices = query_start_loc[1:][samples.astype(bool)] - 1
         return ForwardBatch(
             input_ids=self.token_ids[rows_of_tokens, positions],
             positions=positions,
@@ -72,7 +73,9 @@ class InputBatch:
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=self.block_table[rows, : self.num_blocks[rows].max()],
-            logits_indices=query_start_loc[1:][samples.astype(bool)] - 1,
+            logits_indices=logits_indices,
+            sampled_positions=positions[logits_indices],
+            sampled_start_loc=np.concatenate(([0], np.cumsum(samples))).astype(np.int32),
         )
 
     def _append_blocks(self, scheduled: tuple[ScheduledRequest, ...]) -> None:

@@ -38,8 +38,10 @@ class KVStorage:
             num_layers=model.num_hidden_layers,
             num_kv_heads=model.num_key_value_heads,
             head_dim=model.head_dim,
+            dtype=cache.kv_cache_dtype,
         )
         self.block_size = cache.block_size
+        self.note = ", int8" if cache.kv_cache_dtype == "int8" else ""
         self.num_blocks = choose_num_blocks(
             cache,
             bytes_per_token=bytes_per_token,
@@ -54,6 +56,7 @@ class KVStorage:
                 block_size=cache.block_size,
                 num_kv_heads=model.num_key_value_heads,
                 head_dim=model.head_dim,
+                dtype=cache.kv_cache_dtype,
             )
         except MemoryError:
             nbytes = self.num_blocks * cache.block_size * bytes_per_token
@@ -69,7 +72,7 @@ class KVStorage:
         tokens = self.num_blocks * self.block_size
         return (
             f"{self.num_blocks:,} blocks of {self.block_size} = {tokens:,} tokens, "
-            f"{self.kv_cache.nbytes / 2**20:,.0f} MiB reserved"
+            f"{self.kv_cache.nbytes / 2**20:,.0f} MiB reserved{self.note}"
         )
 
 
@@ -124,10 +127,10 @@ def total_memory(limits: tuple[Path, ...] = CGROUP_LIMITS) -> int:
 
 
 def _check_dtype(cache: CacheConfig, kernels: Kernels) -> None:
-    own = str(kernels.dtype)
-    if cache.kv_cache_dtype not in ("auto", own):
+    own = kernels.kv_cache_dtypes
+    if cache.kv_cache_dtype not in ("auto", *own):
         raise ConfigError(
             "kv_cache_dtype",
             cache.kv_cache_dtype,
-            f"auto or {own}, which the {kernels.name} backend computes in here",
+            f"auto or {' or '.join(own)}, which the {kernels.name} backend has here",
         )

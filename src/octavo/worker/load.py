@@ -6,6 +6,7 @@ from ..checkpoint import Checkpoint
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels.api import Kernels, load_backend
+from ..models.batch import trace_batches
 from ..models.registry import Model, build_model
 from .input_batch import InputBatch
 from .kv_storage import KVStorage
@@ -35,7 +36,15 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
     )
-    model = build_model(checkpoint, kernels, max_model_len=max_model_len)
+    model = build_model(
+        checkpoint,
+        kernels,
+        max_model_len=max_model_len,
+        prune_last_layer=backend.prune_last_layer,
+    )
+    captured = None
+    if not backend.enforce_eager:
+        captured = kernels.capture(model.forward, storage.kv_cache, trace_batches())
     runner = ModelRunner(
         model,
         storage.kv_cache,
@@ -47,8 +56,10 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         ),
         sampler=Sampler(model.config.vocab_size),
         new_row_state=RowState.from_new_request,
+        forward=captured,
     )
     report = describe(checkpoint, kernels, model, storage)
+    report["steps"] = "computed by the model's Python" if captured is None else "replayed"
     return LocalExecutor(runner, max_model_len=max_model_len, report=report)
 
 

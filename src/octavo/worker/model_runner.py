@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ..kernels.api import Arena, Array, KVCache
+from ..kernels.api import Arena, Array, Forward, KVCache
 from ..messages import NewRequest, RowFault, SampledToken, SchedulerOutput, StepResult
 from ..models.registry import Model
 from .input_batch import InputBatch
@@ -35,8 +35,11 @@ class ModelRunner:
         *,
         sampler: Sampler,
         new_row_state: Callable[[NewRequest], RowState],
+        forward: Forward | None = None,
     ) -> None:
+        """forward: an equal of model.forward that runs instead of it."""
         self.model = model
+        self.forward: Forward = forward or model.forward
         self.kv_cache = kv_cache
         self.arena = arena
         self.input_batch = input_batch
@@ -54,7 +57,7 @@ class ModelRunner:
             return StepResult(plan.step, ())
         self.arena.reset()
         batch = self.input_batch.build(plan)
-        logits = self.model.forward(batch, self.kv_cache, self.arena)
+        logits = self.forward(batch, self.kv_cache, self.arena)
         rows = [s.row for s in plan.scheduled if s.samples]
         sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
         return StepResult(plan.step, sampled, faults)

@@ -10,9 +10,10 @@ import numpy as np
 
 from ...checkpoint import StoredRows
 from ...errors import ConfigError
-from ..api import Arena, Array, KVCache, Linear
+from ..api import Arena, Array, Forward, KVCache, Linear, StepBatch
 from ..arena import NumpyArena
 from . import _native
+from .capture import Captured, CapturedForward, CaptureError, Recorder, TracingArena
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)
@@ -50,11 +51,12 @@ class CpuKernels:
         """quantization "int8": quantise what pack_linear gets; "stored": keep a file's formats."""
         self.isa = level
         self.dtype: Any = dtype
+        self.kv_cache_dtypes = (str(dtype), "int8")
         kinds = _native.stored_kinds() if quantization == "stored" else []
         self.stored_kinds = frozenset(kinds) - {"F32"}
         self._int8 = quantization == "int8"
         self._packed_kinds: set[str] = set()
-        self._ops = _native.Ops(level, dtype == FLOAT32)
+        self._ops: _native.Ops | Recorder = _native.Ops(level, dtype == FLOAT32)
 
     def describe(self) -> dict[str, str]:
         """What runs, for the start-up report."""
@@ -70,14 +72,38 @@ class CpuKernels:
         """Scratch memory for a step."""
         return NumpyArena()
 
+    def capture(
+        self, forward: Forward, kv_cache: KVCache, batches: Sequence[StepBatch]
+    ) -> CapturedForward | None:
+        """`forward` as programs, one for each of `batches`; None if it can't be one."""
+        ops = self._native_ops()
+        programs = {}
+        try:
+            for batch in batches:
+                program = _native.Program()
+                arena = TracingArena(self.make_arena(), program, batch)
+                recorder = Recorder(ops, arena, program, batch)
+                self._ops = recorder
+                logits = forward(batch, kv_cache, arena)
+                programs[logits.size > 0] = Captured(program, recorder, arena, logits)
+        except CaptureError:
+            return None
+        finally:
+            self._ops = ops
+        return CapturedForward(ops, forward, programs)
+
+    def _native_ops(self) -> _native.Ops:
+        assert isinstance(self._ops, _native.Ops), "a capture is going on"
+        return self._ops
+
     def pack_linear(self, weight: Array) -> Linear:
         """float32 [N, K] into panels of 32 output columns, in parallel."""
         self._packed_kinds.add("int8" if self._int8 else str(self.dtype))
         if self._int8:
             rows = np.ascontiguousarray(weight, np.float32)
             stored = rows.view(np.uint8)
-            return cast(Linear, self._ops.pack_stored([stored], ["F32"], rows.shape[1]))
-        return cast(Linear, self._ops.pack_linear(weight))
+            return cast(Linear, self._native_ops().pack_stored([stored], ["F32"], rows.shape[1]))
+        return cast(Linear, self._native_ops().pack_linear(weight))
 
     def pack_stored(self, parts: Sequence[StoredRows], in_features: int) -> Linear | None:
         """Stored blocks into panels of 32 columns; None for formats that meet inside a panel."""
@@ -87,24 +113,37 @@ class CpuKernels:
             return None
         self._packed_kinds.update(kinds)
         rows = [np.ascontiguousarray(part.rows) for part in parts]
-        return cast(Linear, self._ops.pack_stored(rows, kinds, in_features))
+        return cast(Linear, self._native_ops().pack_stored(rows, kinds, in_features))
 
     def pack_vector(self, weight: Array) -> Array:
         """A norm weight [H] as a float32 array of its own."""
         return np.array(weight, dtype=np.float32, order="C")
 
     def allocate_kv_cache(
-        self, *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str = "auto",
     ) -> KVCache:
         """Map the pool; a page becomes resident when it is first written."""
         return cast(
             KVCache,
-            self._ops.allocate_kv_cache(num_layers, num_blocks, block_size, num_kv_heads, head_dim),
+            self._native_ops().allocate_kv_cache(
+                num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype == "int8"
+            ),
         )
 
-    def kv_bytes_per_token(self, *, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+    def kv_bytes_per_token(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "auto"
+    ) -> int:
         """Bytes of the pool that one token takes, over all layers (head_dim padded to 16)."""
-        return self._ops.kv_bytes_per_token(num_layers, num_kv_heads, head_dim)
+        return self._native_ops().kv_bytes_per_token(
+            num_layers, num_kv_heads, head_dim, dtype == "int8"
+        )
 
     def embedding(self, input_ids: Array, weight: Linear, out: Array) -> None:
         """out[T, H] float32 = rows of the packed weight [V, H]."""
