@@ -14,6 +14,7 @@
 #include "levels.hpp"
 #include "memory.hpp"
 #include "program.hpp"
+#include "quantised.hpp"
 #include "threads.hpp"
 
 namespace nb = nanobind;
@@ -26,6 +27,8 @@ using In = nb::ndarray<nb::ro, nb::device::cpu>;
 using Out = nb::ndarray<nb::device::cpu>;
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ByteRows =
+    nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::ro, nb::device::cpu>;
 using Indices = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 using Index = nb::ndarray<const std::int32_t, nb::device::cpu>;
@@ -117,14 +120,70 @@ class Linear {
 public:
     Linear(PackedWeight weight, RegionPool::Part part)
         : weight(weight), region_(std::move(part.region)) {}
+    Linear(PackedWeight quantised, std::vector<CellPanel> cells, RegionPool::Part part)
+        : weight(quantised), cells_(std::move(cells)), region_(std::move(part.region)) {
+        weight.cells = cells_.data();
+    }
+    Linear(const Linear&) = delete;
     PackedWeight weight;
     i64 nbytes() const {
-        return weight.num_panels() * weight.panel_elements() * item_size(weight.dtype);
+        if (weight.cells == nullptr) {
+            return weight.num_panels() * weight.panel_elements() * item_size(weight.dtype);
+        }
+        i64 bytes = 0;
+        for (const CellPanel& panel : cells_) {
+            bytes += weight.k_padded / 32 * panel.format.bytes();
+        }
+        return bytes;
     }
 
 private:
+    std::vector<CellPanel> cells_;
     std::shared_ptr<Region> region_;
 };
+
+struct NamedKind {
+    const char* name;
+    Stored kind;
+};
+constexpr NamedKind kStoredKinds[] = {
+    {"F32", Stored::f32},   {"Q8_0", Stored::q8_0}, {"Q4_0", Stored::q4_0},
+    {"Q4_1", Stored::q4_1}, {"Q5_0", Stored::q5_0}, {"Q5_1", Stored::q5_1},
+    {"Q4_K", Stored::q4_k}, {"Q5_K", Stored::q5_k}, {"Q6_K", Stored::q6_k},
+};
+
+Stored stored_kind(const std::string& name) {
+    for (const NamedKind& each : kStoredKinds) {
+        if (name == each.name) return each.kind;
+    }
+    fail("no kernels for weights stored as " + name);
+}
+
+// Threads share the panels; one may hold the end of a part and the start of the next.
+void fill_panels(const std::vector<StoredRows>& parts, const PackedWeight& w) {
+    struct Job {
+        const std::vector<StoredRows>& parts;
+        const PackedWeight& w;
+    } job{parts, w};
+    run_tasks(
+        w.num_panels(), 1,
+        [](void* context, i64 begin, i64 end) {
+            const Job& j = *static_cast<const Job*>(context);
+            i64 start = 0;
+            for (const StoredRows& part : j.parts) {
+                for (i64 panel = begin; panel < end; ++panel) {
+                    const i64 first = max64(start, panel * kPanel);
+                    const i64 last = min64(start + part.rows, (panel + 1) * kPanel);
+                    if (first < last) {
+                        pack_cells(part, first - start, last - first, j.w, panel,
+                                   first - panel * kPanel);
+                    }
+                }
+                start += part.rows;
+            }
+        },
+        &job);
+}
 
 class KVCache {
 public:
@@ -265,6 +324,47 @@ public:
         nb::gil_scoped_release released;
         level_->pack(m.row<float>(0), m.stride, w);
         return new Linear(w, std::move(part));
+    }
+
+    // Parts [rows, bytes of a row] uint8 stacked along N, each in its own stored format; kinds as
+    // in `stored_kinds`.
+    Linear* pack_stored(const std::vector<ByteRows>& parts, const std::vector<std::string>& kinds,
+                        i64 in_features) {
+        require(dtype_ == DType::bf16, "stored weights are computed from with bfloat16 only");
+        require(!parts.empty() && parts.size() == kinds.size(), "parts and kinds must be as many");
+        std::vector<StoredRows> rows;
+        std::vector<CellFormat> formats;  // by panel
+        i64 n = 0;
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            const StoredRows part{parts[i].data(), static_cast<i64>(parts[i].shape(0)),
+                                  static_cast<i64>(parts[i].shape(1)), stored_kind(kinds[i])};
+            require(part.rows > 0 && in_features > 0 &&
+                        part.stride == row_bytes(part.kind, in_features),
+                    "a stored part has rows of another size than in_features says");
+            const CellFormat format = cell_format(part.kind);
+            require(n % kPanel == 0 || formats.back() == format,
+                    "parts of different formats must meet at a multiple of 32 rows");
+            n += part.rows;
+            formats.resize(static_cast<std::size_t>(ceil_div(n, kPanel)), format);
+            rows.push_back(part);
+        }
+        PackedWeight w{nullptr, n, in_features, round_up(in_features, kAlignK), dtype_};
+        i64 bytes = 0;
+        std::vector<CellPanel> cells;
+        for (const CellFormat& format : formats) {
+            cells.push_back(CellPanel{nullptr, format});
+            bytes += w.k_padded / 32 * format.bytes();
+        }
+        RegionPool::Part memory = regions_.take(static_cast<std::size_t>(bytes));
+        auto* data = reinterpret_cast<std::uint8_t*>(memory.data);
+        for (CellPanel& panel : cells) {
+            panel.data = data;
+            data += w.k_padded / 32 * panel.format.bytes();
+        }
+        w.cells = cells.data();
+        nb::gil_scoped_release released;
+        fill_panels(rows, w);
+        return new Linear(w, std::move(cells), std::move(memory));
     }
 
     KVCache* allocate(i64 num_layers, i64 num_blocks, i64 block_size, i64 num_heads, i64 dim,
@@ -514,12 +614,19 @@ std::vector<std::string> level_names() {
     return names;
 }
 
+std::vector<std::string> stored_kind_names() {
+    std::vector<std::string> names;
+    for (const NamedKind& each : kStoredKinds) names.emplace_back(each.name);
+    return names;
+}
+
 }  // namespace
 }  // namespace octavo
 
 NB_MODULE(_native, m) {
     using namespace octavo;
     m.def("available_levels", &level_names);
+    m.def("stored_kinds", &stored_kind_names);
     m.def("num_threads", &num_threads);
     m.def(
         "set_num_threads",
@@ -549,6 +656,7 @@ NB_MODULE(_native, m) {
     nb::class_<Ops>(m, "Ops")
         .def(nb::init<const std::string&, bool>(), "level"_a, "float32"_a)
         .def("pack_linear", &Ops::pack_linear, nb::rv_policy::take_ownership)
+        .def("pack_stored", &Ops::pack_stored, nb::rv_policy::take_ownership)
         .def("allocate_kv_cache", &Ops::allocate, nb::rv_policy::take_ownership)
         .def("kv_bytes_per_token", &Ops::bytes_per_token)
         .def("embedding", &Ops::embedding)

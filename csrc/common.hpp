@@ -75,10 +75,13 @@ struct Heads {
 constexpr i64 kPanel = 32;
 constexpr i64 kAlignK = 32;  // Kp is a multiple of it: one tile of AMX is 32 deep
 
+struct CellPanel;
+
 struct PackedWeight {
     void* data;
     i64 n, k, k_padded;
     DType dtype;
+    const CellPanel* cells = nullptr;  // [num_panels] where the weight stays quantised
 
     i64 num_panels() const { return ceil_div(n, kPanel); }
     i64 panel_elements() const { return k_padded * kPanel; }

@@ -1,6 +1,8 @@
 // Linear layers: packing, the blocked product, and the embedding lookup out of the same panels.
 #pragma once
 
+#include "decode.hpp"
+#include "gemm8.hpp"
 #include "micro.hpp"
 #if defined(__AMX_BF16__)
 #include "amx.hpp"
@@ -44,7 +46,13 @@ inline void embedding(const std::int32_t* ids, PackedWeight w, Matrix out) {
     parallel_for(out.rows, row_grain(4 * out.cols), [&](i64 t) {
         const i64 panel = ids[t] / kPanel, column = ids[t] % kPanel;
         float* row = out.row<float>(t);
-        if (w.dtype == DType::f32) {
+        if (w.cells != nullptr) {
+            const CellPanel& from = w.cells[panel];
+            for (i64 k = 0; k < w.k; k += kCellK) {
+                decode_column(from.data + k / kCellK * from.format.bytes(), from.format, column,
+                              min64(kCellK, w.k - k), row + k);
+            }
+        } else if (w.dtype == DType::f32) {
             const float* in = static_cast<const float*>(w.data) + panel * w.panel_elements();
             for (i64 k = 0; k < w.k; ++k) row[k] = in[packed_offset(w, column, k)];
         } else {
@@ -196,8 +204,57 @@ inline void linear_amx(const Matrix& x, const PackedWeight& w, const Matrix& out
 }
 #endif
 
+// Panels that multiply as int8.
+inline void linear_int8(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+    const Activations8 a = quantise_rows(x, w.k_padded);
+    const Cut c = cut(x.rows, w, round_up(max64(16, (i64{1} << 19) / w.k_padded), 16), 1);
+    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
+        const i64 row = task / c.num_chunks * c.block_rows;
+        const i64 first = task % c.num_chunks * c.chunk_panels;
+        const i64 last = min64(first + c.chunk_panels, w.num_panels());
+        const i64 end = min64(row + c.block_rows, x.rows);
+        for (i64 panel = first; panel < last; ++panel) {
+            if (!w.cells[panel].format.multiplies_as_int8()) continue;
+            panel_product8(a, w.cells[panel], row, end, out, panel * kPanel);
+        }
+    });
+}
+
+// The others, one at a time as bf16. All rows at once: decoding a panel is dear.
+inline void linear_decoded(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+#if defined(__AMX_BF16__)
+    const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
+#else
+    const auto a = activations<DotPacked::A>(x, round_up(w.k, 2), w.k_padded);
+#endif
+    parallel_for(w.num_panels(), 1, [&](i64 panel) {
+        if (w.cells[panel].format.multiplies_as_int8()) return;
+        const PackedWeight decoded = decode_panel(w, panel);
+        const Matrix part = from_panel(out, panel);
+#if defined(__AMX_BF16__)
+        amx_product(a.data, a.stride, 0, x.rows, decoded, 0, 1, part);
+#else
+        const Product<DotPacked> p{a, decoded, part, ceil_div(w.k, 2)};
+        product_rows(p, 0, x.rows, 0, 1);
+#endif
+    });
+}
+
+inline void linear_cells(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+    i64 num_int8 = 0;
+    for (i64 panel = 0; panel < w.num_panels(); ++panel) {
+        num_int8 += w.cells[panel].format.multiplies_as_int8();
+    }
+    if (num_int8 > 0) linear_int8(x, w, out);
+    if (num_int8 < w.num_panels()) linear_decoded(x, w, out);
+}
+
 inline void linear(Matrix x, PackedWeight w, Matrix out) {
     if (x.rows == 0) return;
+    if (w.cells != nullptr) {
+        linear_cells(x, w, out);
+        return;
+    }
     if (w.dtype == DType::f32) {
         linear_as<DotF32>(x, w, out);
         return;

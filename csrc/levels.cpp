@@ -64,13 +64,14 @@ Cpu detect() {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return cpu;
     const unsigned max_subleaf = a;
     const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
-    const bool amx_bf16 = d >> 22 & 1, amx_tile = d >> 24 & 1;
+    const bool amx_bf16 = d >> 22 & 1, amx_tile = d >> 24 & 1, amx_int8 = d >> 25 & 1;
+    const bool vnni = c >> 11 & 1;  // every core with the bf16 dot product has it
     cpu.avx2 = ymm && fma && (b >> 5 & 1);
     cpu.avx512 = cpu.avx2 && zmm && f && dq && bw && vl;
     if (max_subleaf >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
-        cpu.avx512_bf16 = cpu.avx512 && (a >> 5 & 1);
+        cpu.avx512_bf16 = cpu.avx512 && vnni && (a >> 5 & 1);
     }
-    cpu.amx = cpu.avx512_bf16 && tiles && amx_bf16 && amx_tile && may_use_tiles();
+    cpu.amx = cpu.avx512_bf16 && tiles && amx_bf16 && amx_int8 && amx_tile && may_use_tiles();
     if (__get_cpuid(0, &a, &b, &c, &d)) cpu.slow_bf16_dot = b == signature_INTEL_ebx;
     return cpu;
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,6 +87,13 @@ class GenerationDefaults:
             object.__setattr__(self, "sampling", counted)
 
 
+class StoredRows(NamedTuple):
+    """Rows of a weight as a model file holds them, not dequantised."""
+
+    kind: str  # ggml's name: Q8_0, Q4_1, ...
+    rows: np.ndarray  # [out_features, bytes of a row] uint8
+
+
 class Weights(Protocol):
     """Tensors by Hugging Face name ("model.layers.0.self_attn.q_proj.weight").
 
@@ -106,6 +113,13 @@ class Weights(Protocol):
         """One tensor as float32 (C order), dequantised into `out` if given (of that shape).
 
         Raises ModelLoadError if it is missing.
+        """
+        ...
+
+    def load_stored(self, name: str, kinds: frozenset[str]) -> StoredRows | None:
+        """One weight as it is stored, or None if that is in none of the formats `kinds`.
+
+        Rows are in the same order as those of `load`. Raises ModelLoadError if it is missing.
         """
         ...
 

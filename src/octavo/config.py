@@ -251,7 +251,9 @@ class BackendConfig:
     (the answers are the same; a prompt takes about one layer less)."""
 
     quantization: str | None = None
-    """Quantise the weights at load. No method is available yet: leave unset."""
+    """Compute from quantised weights: int8 (any model, quantised at load, a scale per 32 values of
+    a row) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
+    too. Faster for few requests at a time, slower for many. Default: weights as dtype says."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -266,10 +268,16 @@ class BackendConfig:
             "auto or float32 with the reference backend",
         )
         _require(
-            self.quantization is None,
+            self.quantization in (None, "int8", "stored"),
             "quantization",
             self.quantization,
-            "unset: no quantisation method is available yet",
+            "int8, stored or unset",
+        )
+        _require(
+            self.quantization is None or (self.backend == "cpu" and self.dtype != "float32"),
+            "quantization",
+            self.quantization,
+            "unset with the reference backend and with the dtype float32",
         )
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beds.backends import TEST_BACKENDS, backend_settings, cpu_levels
+from beds.backends import LAW_BACKENDS, backend_settings, cpu_levels
 from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
 from octavo import LLM, SamplingParams
 from octavo.outputs import RequestOutput
@@ -102,7 +102,7 @@ class Engines:
         return [run(llm, [request])[0] for request in workload]
 
 
-@pytest.fixture(scope="module", params=TEST_BACKENDS)
+@pytest.fixture(scope="module", params=LAW_BACKENDS)
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:

@@ -64,6 +64,22 @@ def test_rope_order_is_undone_in_every_format_before_dequantising(
         assert np.array_equal(weights.load(name), want), name
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_stored_rows_are_those_of_load_before_dequantising(kind: str, tmp_path: Path) -> None:
+    """Blocks taken as they are: the same order of rows (q and k too), nothing decoded."""
+    weights = opened(tmp_path, weight_type=kind).weights
+    qtype = gguf.GGMLQuantizationType[kind]
+    for name, tensor in tiny_weights().items():
+        stored = weights.load_stored(name, frozenset({kind}))
+        if tensor.ndim == 1:
+            assert stored is None, name  # norms are kept in float32
+            continue
+        assert stored is not None
+        assert stored.kind == kind
+        assert np.array_equal(stored.rows, gguf.quants.quantize(tensor, qtype)), name
+        assert weights.load_stored(name, frozenset()) is None
+
+
 def test_stored_q_and_k_are_interleaved_and_v_is_not(tmp_path: Path) -> None:
     """The bed really permutes: else the law above would hold for a reader that does nothing."""
     path = write_tiny_gguf(tmp_path / "tiny.gguf")

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..checkpoint import StoredRows
 from ..errors import ConfigError
 
 Array = np.ndarray[Any, Any]
@@ -147,6 +148,9 @@ class Kernels(Protocol):
     sampling: SamplingKernels | None
     """None: the sampler's own numpy is all there is."""
 
+    stored_kinds: frozenset[str]
+    """Formats of model files (Q8_0, Q4_1, ...) that pack_stored keeps as they are; may be empty."""
+
     def describe(self) -> dict[str, str]:
         """What runs, for the start-up report: isa level, threads, dtype."""
         ...
@@ -165,6 +169,14 @@ class Kernels(Protocol):
 
     def pack_linear(self, weight: Array) -> Linear:
         """Pack a float32 [N, K] weight once, at load; the caller may overwrite it afterwards."""
+        ...
+
+    def pack_stored(self, parts: Sequence[StoredRows], in_features: int) -> Linear | None:
+        """Pack weights stacked along N in their stored formats, all in `stored_kinds`.
+
+        Products equal those of the same weights dequantised and given to pack_linear. None where
+        the parts can't be put together: the caller dequantises then.
+        """
         ...
 
     def pack_vector(self, weight: Array) -> Array:
@@ -262,11 +274,16 @@ BACKENDS = {"reference": ".reference", "cpu": ".cpu"}
 
 
 def load_backend(
-    name: str, *, threads: int | None = None, isa: str | None = None, dtype: str = "auto"
+    name: str,
+    *,
+    threads: int | None = None,
+    isa: str | None = None,
+    dtype: str = "auto",
+    quantization: str | None = None,
 ) -> Kernels:
     """Import one backend and make its op table; nothing else is imported. Raises ConfigError."""
     if name not in BACKENDS:
         raise ConfigError("backend", name, f"one of {', '.join(sorted(BACKENDS))}")
     module = import_module(BACKENDS[name], __package__)
     make_kernels: Callable[..., Kernels] = module.make_kernels
-    return make_kernels(threads=threads, isa=isa, dtype=dtype)
+    return make_kernels(threads=threads, isa=isa, dtype=dtype, quantization=quantization)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoint import StoredRows
 from ..errors import ConfigError
 from .api import Array, Forward, KVCache, Linear, StepBatch
 from .arena import NumpyArena
@@ -84,6 +85,7 @@ class ReferenceKernels:
     name = "reference"
     dtype = np.dtype(np.float32)
     sampling = None
+    stored_kinds: frozenset[str] = frozenset()
     kv_cache_dtypes = ("float32",)
 
     def describe(self) -> dict[str, str]:
@@ -98,6 +100,9 @@ class ReferenceKernels:
 
     def pack_linear(self, weight: Array) -> ReferenceLinear:
         return ReferenceLinear(np.array(weight, dtype=np.float32))  # a copy: see the op table
+
+    def pack_stored(self, parts: Sequence[StoredRows], in_features: int) -> None:
+        return None
 
     def pack_vector(self, weight: Array) -> Array:
         return np.ascontiguousarray(weight, dtype=np.float32)
@@ -300,7 +305,10 @@ def _pool(kv_cache: KVCache) -> Array:
 
 
 def make_kernels(
-    threads: int | None = None, isa: str | None = None, dtype: str = "auto"
+    threads: int | None = None,
+    isa: str | None = None,
+    dtype: str = "auto",
+    quantization: str | None = None,
 ) -> ReferenceKernels:
     """The reference op table. Raises ConfigError for what it can't honour."""
     if threads not in (None, 1):
@@ -313,4 +321,6 @@ def make_kernels(
         )
     if dtype not in ("auto", "float32"):
         raise ConfigError("dtype", dtype, "auto or float32 with the reference backend")
+    if quantization is not None:
+        raise ConfigError("quantization", quantization, "unset with the reference backend")
     return ReferenceKernels()

@@ -31,6 +31,24 @@ class WeightLoader:
         `parts` are (tensor name, out_features). Fusing q, k, v or gate, up like this makes one
         wide product of several (R38, R57).
         """
+        packed = self._stored(parts, in_features) or self._dequantised(parts, in_features)
+        self.nbytes += packed.nbytes
+        return packed
+
+    def _stored(self, parts: tuple[tuple[str, int], ...], in_features: int) -> Linear | None:
+        """As the file holds it, where the backend computes from all these formats."""
+        if not self._kernels.stored_kinds:
+            return None
+        found = []
+        for name, rows in parts:
+            self._check(name, (rows, in_features))
+            stored = self._weights.load_stored(name, self._kernels.stored_kinds)
+            if stored is None:
+                return None
+            found.append(stored)
+        return self._kernels.pack_stored(found, in_features)
+
+    def _dequantised(self, parts: tuple[tuple[str, int], ...], in_features: int) -> Linear:
         out_features = sum(rows for _, rows in parts)
         if self._scratch.size < out_features * in_features:
             self._scratch = np.empty(out_features * in_features, np.float32)
@@ -39,9 +57,7 @@ class WeightLoader:
         for name, rows in parts:
             self._load(name, stacked[row : row + rows])
             row += rows
-        packed = self._kernels.pack_linear(stacked)
-        self.nbytes += packed.nbytes
-        return packed
+        return self._kernels.pack_linear(stacked)
 
     def vector(self, name: str, size: int) -> Array:
         """One norm weight [size]."""
@@ -50,13 +66,16 @@ class WeightLoader:
         return packed
 
     def _load(self, name: str, out: Array) -> Array:
+        self._check(name, out.shape)
+        return self._weights.load(name, out=out)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         found = tuple(self._weights.shape(name))
-        if found != out.shape:
+        if found != shape:
             raise ModelLoadError(
                 f"tensor {name} has the shape {list(found)}, but the model's configuration says "
-                f"{list(out.shape)}: the file is damaged, or its configuration is another model's"
+                f"{list(shape)}: the file is damaged, or its configuration is another model's"
             )
-        return self._weights.load(name, out=out)
 
 
 def build_cos_sin_cache(config: ModelConfig, max_position: int) -> Array:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checkpoint import StoredRows
 from ..errors import ModelLoadError
 from .dequantise import dequantise, flat
 from .ggml_types import READABLE, type_name
@@ -108,6 +109,21 @@ class GGUFFile:
         del raw
         self._file.release(info.offset, info.num_bytes)
         return out
+
+    def load_stored(
+        self, name: str, kinds: frozenset[str], *, num_interleaved_heads: int = 0
+    ) -> StoredRows | None:
+        """Tensor `name` as its blocks' bytes [rows, row_bytes], if its format is one of `kinds`."""
+        self.check_readable(name)
+        info = self.tensors[name]
+        kind = READABLE[info.type_id].name
+        if kind not in kinds:
+            return None
+        raw = np.array(self._file.bytes_at(info.offset, info.num_bytes))
+        self._file.release(info.offset, info.num_bytes)
+        if num_interleaved_heads:
+            raw = _undo_row_interleave(raw, info.shape[0], num_interleaved_heads)
+        return StoredRows(kind, raw.reshape(info.shape[0], -1))
 
 
 def _undo_row_interleave(

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checkpoint import Checkpoint, GenerationDefaults, ModelConfig, RopeScaling, TokenizerSpec
+from ..checkpoint import (
+    Checkpoint,
+    GenerationDefaults,
+    ModelConfig,
+    RopeScaling,
+    StoredRows,
+    TokenizerSpec,
+)
 from ..errors import ModelLoadError
 from .expected import check_config, check_tensors, expected_tensors
 from .gguf import GGUFFile
@@ -104,6 +111,10 @@ class GGUFWeights:
     def load(self, name: str, *, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         heads = self._interleaved.get(name.split(".", 3)[-1], 0)
         return self._file.load(self.stored_name(name), num_interleaved_heads=heads, out=out)
+
+    def load_stored(self, name: str, kinds: frozenset[str]) -> StoredRows | None:
+        heads = self._interleaved.get(name.split(".", 3)[-1], 0)
+        return self._file.load_stored(self.stored_name(name), kinds, num_interleaved_heads=heads)
 
     def stored_name(self, name: str) -> str:
         """The file's own name for a tensor. Raises ModelLoadError if it has none."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checkpoint import Checkpoint, GenerationDefaults, TokenizerSpec
+from ..checkpoint import Checkpoint, GenerationDefaults, StoredRows, TokenizerSpec
 from ..errors import ModelLoadError
 from .expected import check_config, check_tensors, expected_tensors
 from .hf_config import Settings, model_config
@@ -68,6 +68,10 @@ class SafetensorsWeights:
 
     def load(self, name: str, *, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         return self._file_of(name).load(name, out=out)
+
+    def load_stored(self, name: str, kinds: frozenset[str]) -> StoredRows | None:
+        self._file_of(name)
+        return None  # safetensors hold plain numbers
 
     def check_readable(self, name: str) -> None:
         """Raise ModelLoadError if a tensor is stored in a type that is not read."""

@@ -24,7 +24,11 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
     max_model_len = resolve_max_model_len(config, checkpoint)
     backend = config.backend
     kernels = load_backend(
-        backend.backend, threads=backend.threads, isa=backend.isa, dtype=backend.dtype
+        backend.backend,
+        threads=backend.threads,
+        isa=backend.isa,
+        dtype=backend.dtype,
+        quantization=backend.quantization,
     )
     max_num_seqs = config.scheduler.max_num_seqs
     storage = KVStorage(  # before the weights: what is refused is refused at once

@@ -8,6 +8,7 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
+from ...checkpoint import StoredRows
 from ...errors import ConfigError
 from ..api import Arena, Array, Forward, KVCache, Linear, SamplingKernels, StepBatch
 from ..arena import NumpyArena
@@ -18,6 +19,8 @@ from .pages import describe_huge_pages
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 _BITS = np.dtype(np.uint16)
+PANEL = 32
+"""Output columns that lie together in a packed weight (kPanel of csrc/common.hpp)."""
 
 
 def resolve_dtype(dtype: str) -> np.dtype[Any]:
@@ -39,10 +42,21 @@ class CpuKernels:
 
     name = "cpu"
 
-    def __init__(self, level: str, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        level: str,
+        dtype: np.dtype[Any],
+        *,
+        quantization: str | None = None,
+    ) -> None:
+        """quantization "int8": quantise what pack_linear gets; "stored": keep a file's formats."""
         self.isa = level
         self.dtype: Any = dtype
         self.kv_cache_dtypes = (str(dtype), "int8")
+        kinds = _native.stored_kinds() if quantization == "stored" else []
+        self.stored_kinds = frozenset(kinds) - {"F32"}
+        self._int8 = quantization == "int8"
+        self._packed_kinds: set[str] = set()
         native = _native.Ops(level, dtype == FLOAT32)
         self._ops: _native.Ops | Recorder = native
         self.sampling: SamplingKernels | None = native
@@ -55,6 +69,7 @@ class CpuKernels:
             "threads": str(_native.num_threads()),
             "dtype": str(self.dtype),
             "huge pages": describe_huge_pages(),
+            "weight format": ", ".join(sorted(self._packed_kinds)) or str(self.dtype),
         }
 
     def make_arena(self) -> Arena:
@@ -87,7 +102,22 @@ class CpuKernels:
 
     def pack_linear(self, weight: Array) -> Linear:
         """float32 [N, K] into panels of 32 output columns, in parallel."""
+        self._packed_kinds.add("int8" if self._int8 else str(self.dtype))
+        if self._int8:
+            rows = np.ascontiguousarray(weight, np.float32)
+            stored = rows.view(np.uint8)
+            return cast(Linear, self._native_ops().pack_stored([stored], ["F32"], rows.shape[1]))
         return cast(Linear, self._native_ops().pack_linear(weight))
+
+    def pack_stored(self, parts: Sequence[StoredRows], in_features: int) -> Linear | None:
+        """Stored blocks into panels of 32 columns; None for formats that meet inside a panel."""
+        kinds = [part.kind for part in parts]
+        whole = all(len(part.rows) % PANEL == 0 for part in parts[:-1])
+        if not whole and len(set(kinds)) > 1:
+            return None
+        self._packed_kinds.update(kinds)
+        rows = [np.ascontiguousarray(part.rows) for part in parts]
+        return cast(Linear, self._native_ops().pack_stored(rows, kinds, in_features))
 
     def pack_vector(self, weight: Array) -> Array:
         """A norm weight [H] as a float32 array of its own."""

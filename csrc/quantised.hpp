@@ -1,0 +1,68 @@
+// Weights that stay quantised in memory. Every stored format becomes cells: 32 output columns x 32
+// k with their scales. gemm8.hpp multiplies them as int8; those with two scales over 32 k (Q6_K)
+// are turned into bf16 panels by decode.hpp just before their use.
+#pragma once
+
+#include "common.hpp"
+
+namespace octavo {
+
+// A cell: scales [num_scales][32] and, where there are minimums, minimums [32], both float16 or
+// float32; then quants: value = quant * scale + minimum.
+//   8 bits      int8 [8 quads of k][32 columns][4]
+//   4 bits      [4 quads][32 columns][4]: element k in the low nibble, k + 16 in the high one
+//   two scales  int8 [16 pairs of k][32 columns][2], as bf16 panels have them
+struct CellFormat {
+    std::uint8_t bits;        // 8 or 4
+    std::uint8_t bias;        // subtracted from a nibble
+    std::uint8_t num_scales;  // over the 32 k of a cell: 1 or 2
+    bool has_minimum;
+    bool wide;  // scales and minimums are float32
+
+    bool operator==(const CellFormat& other) const {
+        return bits == other.bits && bias == other.bias && num_scales == other.num_scales &&
+               has_minimum == other.has_minimum && wide == other.wide;
+    }
+    bool multiplies_as_int8() const { return num_scales == 1; }
+    i64 vector_bytes() const { return kPanel * (wide ? 4 : 2); }
+    i64 quants_offset() const { return (num_scales + (has_minimum ? 1 : 0)) * vector_bytes(); }
+    i64 bytes() const { return quants_offset() + kPanel * 32 * bits / 8; }
+};
+
+// Panels may differ: q, k and v of one product can be stored in three formats.
+struct CellPanel {
+    const std::uint8_t* data;  // [Kp / 32] cells
+    CellFormat format;
+};
+
+// What a model file holds: ggml's block formats by name, or float32 to be quantised to int8.
+enum class Stored : std::uint8_t { f32, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
+
+struct StoredRows {
+    const std::uint8_t* data;
+    i64 rows, stride;  // bytes from row to row
+    Stored kind;
+};
+
+CellFormat cell_format(Stored kind);
+i64 row_bytes(Stored kind, i64 k);  // 0 where k is no whole number of blocks
+
+// Fills panel `panel` (its data is writable here) with columns [column, column + count) of the
+// panel from `rows`, starting at row `first`.
+void pack_cells(const StoredRows& rows, i64 first, i64 count, const PackedWeight& w, i64 panel,
+                i64 column);
+
+float half_to_float(std::uint16_t half);
+
+static inline int cell_quant(const std::uint8_t* cell, CellFormat f, i64 k, i64 column) {
+    const std::uint8_t* quants = cell + f.quants_offset();
+    if (f.bits == 4) {
+        const int byte = quants[k % 16 / 4 * 128 + column * 4 + k % 4];
+        return (k < 16 ? byte & 15 : byte >> 4) - f.bias;
+    }
+    const i64 group = f.multiplies_as_int8() ? 4 : 2;  // of k
+    return static_cast<std::int8_t>(
+        quants[k / group * kPanel * group + column * group + k % group]);
+}
+
+}  // namespace octavo

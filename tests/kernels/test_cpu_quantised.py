@@ -1,0 +1,236 @@
+"""Weights that stay quantised in memory: every format, on every level, against its definition.
+
+Activations are quantised per 32 values of a row and the weights' own int8 or nibbles multiplied as
+integers; Q6_K, with two scales over 32 values, becomes bfloat16 panels just before their use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from beds.cpu_kernels import LEVELS, assert_close, bits, exact, poisoned, rounded, tolerance
+from octavo.checkpoint import StoredRows
+from octavo.errors import ConfigError
+from octavo.kernels.api import Array, Linear
+from octavo.kernels.cpu import CpuKernels, make_kernels
+from octavo.weights.dequantise import dequantise
+from octavo.weights.ggml_types import READABLE
+
+KINDS = {info.name: info for info in READABLE.values() if info.name[:2] in ("Q8", "Q4", "Q5", "Q6")}
+SCALES = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}
+"""Where a block's float16 scales lie; the others have two, at its start."""
+
+levels = pytest.mark.parametrize("level", LEVELS)
+few = settings(max_examples=8)
+shapes = given(
+    rows=st.integers(1, 70),
+    n=st.integers(1, 140),
+    blocks=st.integers(1, 5),
+    kind=st.sampled_from(sorted(KINDS)),
+    seed=st.integers(0, 99),
+)
+
+
+def random_rows(kind: str, n: int, k: int, seed: int) -> StoredRows:
+    """Any bits as quants, with scales of ordinary size."""
+    rng = np.random.default_rng(seed)
+    info = KINDS[kind]
+    blocks = rng.integers(0, 256, (n * k // info.block_size, info.block_bytes), dtype=np.uint8)
+    for at in SCALES.get(kind, (0, 2)):
+        scales = rng.uniform(-0.02, 0.02, len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return StoredRows(kind, blocks.reshape(n, -1))
+
+
+def dequantised(stored: StoredRows, k: int) -> Array:
+    out = np.empty(len(stored.rows) * k, np.float32)
+    dequantise(stored.rows.reshape(-1), stored.kind, out)
+    return out.reshape(-1, k)
+
+
+def quantised_to_int8(weight: Array) -> Array:
+    """What --quantization int8 makes of a weight, in float32: by its definition."""
+    n, k = weight.shape
+    groups = np.zeros((n, -(-k // 32) * 32), np.float32)
+    groups[:, :k] = weight
+    groups = groups.reshape(n, -1, 32)
+    scale = (np.abs(groups).max(axis=2) / np.float32(127)).astype(np.float16).astype(np.float32)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))[:, :, None]
+    quants = np.clip(np.rint(groups * inverse), -127, 127)
+    return np.asarray(quants * scale[:, :, None], np.float32).reshape(n, -1)[:, :k]
+
+
+def product(ops: CpuKernels, x: Array, weight: Linear | None, out_dtype: object) -> Array:
+    assert weight is not None
+    out = poisoned((len(x), weight.out_features), out_dtype)
+    ops.linear(x, weight, out)
+    return out
+
+
+def activations(rows: int, k: int, ops: CpuKernels, seed: int) -> Array:
+    return np.random.default_rng(seed + 1).standard_normal((rows, k), np.float32).astype(ops.dtype)
+
+
+def as_int8_sees(x: Array) -> Array:
+    """Activations after quantisation, in float64: by its definition."""
+    rows, k = x.shape
+    groups = np.zeros((rows, -(-k // 32) * 32), np.float32)
+    groups[:, :k] = x
+    groups = groups.reshape(rows, -1, 32)
+    top = np.abs(groups).max(axis=2, keepdims=True)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(top > 0, np.float32(127) / top, np.float32(0))
+    quants = np.clip(np.rint(groups * inverse), -127, 127)
+    return (exact(quants) * exact(top / np.float32(127))).reshape(rows, -1)[:, :k]
+
+
+def want(x: Array, weight: Array, kind: str, ops: CpuKernels) -> Array:
+    """The product in float64, of what the kernels multiply."""
+    if kind == "Q6_K":
+        return exact(x) @ rounded(weight, ops.dtype).T
+    return as_int8_sees(x) @ exact(weight).T
+
+
+@levels
+@few
+@shapes
+def test_products_and_embedding_of_a_stored_weight(
+    level: str, rows: int, n: int, blocks: int, kind: str, seed: int
+) -> None:
+    """Law: float32 sums of exact integer dot products; the embedding reads the same cells."""
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
+    k = blocks * KINDS[kind].block_size
+    stored = random_rows(kind, n, k, seed)
+    weight = dequantised(stored, k)
+    kept = ops.pack_stored([stored], k)
+    assert kept is not None
+    x = activations(rows, k, ops, seed)
+    wanted = want(x, weight, kind, ops)
+    for out_dtype in (np.float32, ops.dtype):
+        assert_close(product(ops, x, kept, out_dtype), wanted, tolerance(out_dtype))
+    looked_up = poisoned((n, k), np.float32)
+    ops.embedding(np.arange(n, dtype=np.int32)[::-1].copy(), kept, looked_up)
+    assert bits(looked_up) == bits(weight[::-1])
+
+
+@levels
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_format_on_every_level(level: str, kind: str) -> None:
+    """The same law, for each format and level there is, with more rows than one tile."""
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
+    stored = random_rows(kind, 100, 768, 7)
+    kept = ops.pack_stored([stored], 768)
+    x = activations(45, 768, ops, 7)
+    wanted = want(x, dequantised(stored, 768), kind, ops)
+    assert_close(product(ops, x, kept, np.float32), wanted, 2e-5)
+
+
+@levels
+def test_the_largest_quants_do_not_overflow(level: str) -> None:
+    """Pairs of products at the ends of int8, -128 included, in every vector width's sums."""
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
+    stored = random_rows("Q8_0", 40, 320, 3)
+    blocks = stored.rows.reshape(-1, 34)
+    blocks[:, 2:] = np.random.default_rng(3).choice([128, 127], blocks[:, 2:].shape)
+    x = np.sign(activations(20, 320, ops, 3).astype(np.float32)).astype(ops.dtype)
+    x[:10] = 1
+    wanted = want(x, dequantised(stored, 320), "Q8_0", ops)
+    assert_close(product(ops, x, ops.pack_stored([stored], 320), np.float32), wanted, 2e-5)
+
+
+@levels
+def test_what_is_no_number_stays_in_its_row(level: str) -> None:
+    """A NaN or infinite activation makes its own row NaN, so that the fault shows, and no other."""
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
+    weight = ops.pack_stored([random_rows("Q4_1", 40, 64, 0)], 64)
+    x = activations(20, 64, ops, 0)
+    whole = product(ops, x, weight, np.float32)
+    x[3, 40], x[7, 0] = np.nan, np.inf
+    faulty = product(ops, x, weight, np.float32)
+    assert np.isnan(faulty[[3, 7]]).all()
+    others = [row for row in range(20) if row not in (3, 7)]
+    assert bits(faulty[others]) == bits(whole[others])
+
+
+@levels
+@few
+@given(
+    rows=st.integers(1, 70), n=st.integers(1, 140), k=st.integers(1, 200), seed=st.integers(0, 99)
+)
+def test_int8_is_what_its_definition_says(level: str, rows: int, n: int, k: int, seed: int) -> None:
+    """Law: int8 weights, a float16 scale per 32 values of a row, the quants by that scale."""
+    ops = make_kernels(threads=2, isa=level, quantization="int8")
+    weight = np.random.default_rng(seed).standard_normal((n, k), np.float32)
+    defined = quantised_to_int8(weight)
+    assert np.abs(defined - weight).max() <= np.abs(weight).max() / 250
+    x = activations(rows, k, ops, seed)
+    got = product(ops, x, ops.pack_linear(weight), np.float32)
+    assert_close(got, as_int8_sees(x) @ exact(defined).T, 2e-5)
+
+
+@levels
+@few
+@shapes
+def test_a_row_of_a_quantised_product_is_the_same_alone(
+    level: str, rows: int, n: int, blocks: int, kind: str, seed: int
+) -> None:
+    """Law: whatever M is, and however many threads share it."""
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
+    k = blocks * KINDS[kind].block_size
+    weight = ops.pack_stored([random_rows(kind, n, k, seed)], k)
+    x = activations(rows, k, ops, seed)
+    whole = product(ops, x, weight, np.float32)
+    for row in {0, rows // 2, rows - 1}:
+        assert bits(product(ops, x[row : row + 1], weight, np.float32)) == bits(whole[row])
+    cut = rows // 3
+    assert bits(product(ops, x[cut:], weight, np.float32)) == bits(whole[cut:])
+    for threads in (1, 3):
+        other = make_kernels(threads=threads, isa=level, quantization="stored")
+        assert bits(product(other, x, weight, np.float32)) == bits(whole)
+
+
+@levels
+def test_parts_of_different_formats_make_one_product(level: str) -> None:
+    """q, k and v of one file are often stored in two formats (the mixes of K-quants)."""
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
+    sizes = {"Q4_K": 64, "Q6_K": 32, "Q8_0": 10}
+    parts = [random_rows(kind, n, 256, n) for kind, n in sizes.items()]
+    x = activations(5, 256, ops, 0)
+    together = product(ops, x, ops.pack_stored(parts, 256), np.float32)
+    single = [product(ops, x, ops.pack_stored([part], 256), np.float32) for part in parts]
+    assert bits(together) == bits(np.concatenate(single, axis=1))
+    alike = [random_rows("Q4_1", n, 256, n) for n in (10, 45)]
+    together = product(ops, x, ops.pack_stored(alike, 256), np.float32)
+    single = [product(ops, x, ops.pack_stored([part], 256), np.float32) for part in alike]
+    assert bits(together) == bits(np.concatenate(single, axis=1))
+    assert ops.pack_stored(parts[::-1], 256) is None  # formats that would share a panel
+
+
+def test_packed_sizes() -> None:
+    """A kept weight takes what its format takes, and no copy in bfloat16 besides."""
+    ops = make_kernels(quantization="stored")
+    bits_a_weight = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 6, "Q6_K": 10}
+    for kind, size in bits_a_weight.items():
+        packed = ops.pack_stored([random_rows(kind, 64, 256, 0)], 256)
+        assert packed is not None
+        assert packed.nbytes * 8 == size * 64 * 256
+
+
+def test_quantised_doors() -> None:
+    """Rows of another size, and settings that don't go together, are refused."""
+    ops = make_kernels(quantization="stored")
+    stored = random_rows("Q4_1", 4, 64, 0)
+    with pytest.raises(ValueError, match="in_features"):
+        ops.pack_stored([stored], 96)
+    with pytest.raises(ValueError, match="no kernels"):
+        ops.pack_stored([StoredRows("Q2_K", stored.rows)], 64)
+    for refused in ({"quantization": "int4"}, {"quantization": "int8", "dtype": "float32"}):
+        with pytest.raises(ConfigError, match="int8"):
+            make_kernels(**refused)
+    assert make_kernels().stored_kinds == frozenset()
+    assert make_kernels(quantization="int8").stored_kinds == frozenset()
+    assert make_kernels(quantization="stored").stored_kinds == frozenset(KINDS)
