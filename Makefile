@@ -19,7 +19,7 @@ CHROMIUM := $(shell command -v chromium || command -v chromium-browser || comman
 CPP = $$(find csrc -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help run setup test quick check lint types native format bench fuzz clean
+.PHONY: help run setup test quick conformance check lint types native format bench fuzz clean
 
 help: ## show this text
 	@echo 'usage: make TARGET [VARIABLE=value]'
@@ -84,6 +84,10 @@ bench: ## every benchmark, then a mixed workload end to end (MODEL, ARGS; WORKLO
 fuzz: ## explore: the same properties with many more random examples
 	$(SETUP) --dev
 	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m "not model and not browser" $(ARGS)
+
+conformance: ## structured output: 200 schemas, 100 outputs each, validated (ARGS)
+	$(SETUP) --dev --model smollm2-135m
+	@$(BIN)/python benchmarks/structured_output.py --model "$$OCTAVO_MAKE_MODEL" $(ARGS)
 
 clean: ## remove .venv, build outputs and caches (the model cache stays)
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

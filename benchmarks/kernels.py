@@ -31,17 +31,23 @@ def rows_of(weight: Linear, m: int) -> int:
 
 
 def step_of_gemms(ops: CpuKernels, weights: list[Linear], m: int) -> float:
-    """Seconds of all linear layers of one step, each layer with weights of its own."""
+    """Seconds of all linear layers of one step, each layer with weights of its own.
+
+    The sum of each layer's best: a whole step is too long to be left alone by busy neighbours,
+    while the peak rate that it is held against is taken from short calls.
+    """
     x = {k: random((m, k), ops.dtype) for k in (576, 1536)}
     out = {n: np.empty((m, n), np.float32) for n in (960, 576, 3072)}
     out[HEAD[0]] = np.empty((min(m, 64), HEAD[0]), np.float32)
-
-    def step() -> None:
-        for weight in weights:
+    best = [float("inf")] * len(weights)
+    end = time.perf_counter() + 1.0
+    while time.perf_counter() < end or best[0] == float("inf"):
+        for i, weight in enumerate(weights):
             to = out[weight.out_features]
+            start = time.perf_counter()
             ops.linear(x[weight.in_features][: len(to)], weight, to)
-
-    return best_of(step, 1.0)
+            best[i] = min(best[i], time.perf_counter() - start)
+    return sum(best)
 
 
 def attention(ops: CpuKernels, num_reqs: int, rows: int, keys: int) -> float:

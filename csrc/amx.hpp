@@ -33,7 +33,7 @@ struct AmxProduct {
     i64 num_rows;
     const PackedWeight& w;
     const Matrix& out;
-    i64 row;  // of out
+    i64 row;              // of out
     i64 part, num_parts;  // which of the passes over a panel this is
 };
 
@@ -184,16 +184,15 @@ inline void configure_rows(i64 rows) {
 }
 
 // 33 to 128 rows: each panel is read from memory once and meets all rows while it is near.
-inline void amx_product_together(const bf16* a, i64 lda, i64 begin, i64 end,
-                                 const PackedWeight& w, i64 first_panel, i64 last_panel,
-                                 const Matrix& out) {
+inline void amx_product_together(const bf16* a, i64 lda, i64 begin, i64 end, const PackedWeight& w,
+                                 i64 first_panel, i64 last_panel, const Matrix& out) {
     const i64 num_parts = ceil_div(end - begin, 32);
     i64 configured = 0;
     for (i64 panel = first_panel; panel < last_panel; ++panel) {
         for (i64 part = 0; part < num_parts; ++part) {
             const i64 row = begin + part * 32, rows = min64(32, end - row);
-            const AmxProduct p{a + row * lda, lda, w.k_padded / 32, rows, w, out, row, part,
-                               num_parts};
+            const AmxProduct p{a + row * lda, lda,  w.k_padded / 32, rows, w, out,
+                               row,           part, num_parts};
             if (rows != configured) configure_rows(rows);
             configured = rows;
             if (rows > 16) {

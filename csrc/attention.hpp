@@ -70,6 +70,8 @@ struct AttentionTask {
     B* gathered;             // [kTileUnits][2][kUnit * dim]
     const B* k_units[kTileUnits];
     const B* v_units[kTileUnits];
+    bool quantised = false;
+    float key_scales[kTileKeys], value_scales[kTileKeys];  // of int8 K and V
     const AttentionItem* after = nullptr;  // the item that this thread most likely does next
     const char* ahead[kTileUnits];         // units of the tile after this one
     i64 num_ahead = 0, next_ahead = 0;
@@ -91,6 +93,7 @@ struct AttentionTask {
         group = args.query.heads / args.pool.num_heads;
         count = item.num_rows * group;
         dim = args.pool.dim_padded;
+        quantised = args.pool.dtype == DType::i8;
         room = kOnTiles<D> ? round_up(count, 16) : count;
         seq_len = args.seq_lens[item.request];
         const i64 begin = args.query_start_loc[item.request];
@@ -130,44 +133,49 @@ struct AttentionTask {
         return reinterpret_cast<const B*>(args.pool.head(block, args.layer, item.kv_head));
     }
 
-    // An int8 unit in the form that attention computes in: K and V each as q * scale.
+    // An int8 unit in the form that attention computes in, without its scales: those of K count in
+    // the scores, those of V in p, once for each key instead of once for each number.
     void expand_unit(const char* unit, B* out) const {
         const auto* q = reinterpret_cast<const std::int8_t*>(unit);
-        float scales[2][kUnit], pairs[2][2 * kUnit];
-        std::memcpy(scales, unit + 2 * kUnit * dim, sizeof(scales));
-        for (i64 i = 0; i < 2 * kUnit; ++i) {
-            pairs[0][i] = scales[0][i / 2];
+        if constexpr (sizeof(B) == 2) {  // int8 lies as bf16 does
+            for (i64 i = 0; i < 2 * kUnit * dim; i += VF::W) store_exact(out + i, load(q + i));
+        } else {
+            KvPool from = args.pool, to = args.pool;
+            from.block_size = to.block_size = kUnit;
+            to.dtype = to.compute;
+            for (i64 key = 0; key < kUnit; ++key) {
+                for (i64 d = 0; d < dim; ++d) {
+                    for (int value = 0; value < 2; ++value) {
+                        out[kv_offset(to, value != 0, key, d)] =
+                            static_cast<float>(q[kv_offset(from, value != 0, key, d)]);
+                    }
+                }
+            }
         }
-        auto put = [&](const std::int8_t* from, const float* scale, B* to) {
-            float row[2 * kUnit];
-            for (i64 i = 0; i < 2 * kUnit; ++i) row[i] = static_cast<float>(from[i]) * scale[i];
-            for (i64 i = 0; i < 2 * kUnit; i += VF::W) store(to + i, load(row + i));
-        };
-        for (i64 pair = 0; pair < kUnit / 2; ++pair) {
-            for (i64 i = 0; i < 2 * kUnit; ++i) pairs[1][i] = scales[1][2 * pair + i % 2];
-            const i64 begin = kUnit * dim + pair * 2 * dim;
-            for (i64 d = 0; d < 2 * dim; d += 2 * kUnit) put(q + begin + d, pairs[1], out + begin + d);
-        }
-        for (i64 d = 0; d < dim; d += 2) put(q + d * kUnit, pairs[0], out + d * kUnit);
     }
 
-    // The same where attention computes in float32, whose units are not in pairs.
-    void expand_unit_plain(const char* head, i64 offset, B* out) const {
-        KvPool unit = args.pool;
-        unit.block_size = kUnit;
-        unit.dtype = unit.compute;
-        for (i64 key = 0; key < kUnit; ++key) {
-            for (i64 d = 0; d < dim; ++d) {
-                out[kv_offset(unit, false, key, d)] = read_i8(head, false, offset + key, d);
-                out[kv_offset(unit, true, key, d)] = read_i8(head, true, offset + key, d);
+    // Scales of 16 keys; zero past the end of the request, where they may be anything.
+    void find_scales(i64 u, i64 position) {
+        float* const to[2] = {key_scales + u * kUnit, value_scales + u * kUnit};
+        const i64 size = args.pool.block_size, count = min64(kUnit, seq_len - position);
+        const char* unit = args.pool.has_units() ? unit_at(item, position) : nullptr;
+        for (int value = 0; value < 2; ++value) {
+            if (unit != nullptr) {
+                std::memcpy(to[value], unit + kv_scale_offset(args.pool, value != 0, 0), kUnit * 4);
             }
+            for (i64 key = 0; key < count && unit == nullptr; ++key) {
+                const i64 at = position + key;
+                const auto* head = reinterpret_cast<const char*>(head_of_block(at / size));
+                std::memcpy(to[value] + key,
+                            head + kv_scale_offset(args.pool, value != 0, at % size), 4);
+            }
+            for (i64 key = count; key < kUnit; ++key) to[value][key] = 0.0f;
         }
     }
 
     const char* unit_at(const AttentionItem& of, i64 position) const {
         const i64 size = args.pool.block_size;
-        const i64 block =
-            args.block_table[of.request * args.block_table_stride + position / size];
+        const i64 block = args.block_table[of.request * args.block_table_stride + position / size];
         return args.pool.head(block, args.layer, of.kv_head) +
                position % size / kUnit * args.pool.unit_bytes();
     }
@@ -199,16 +207,14 @@ struct AttentionTask {
         }
     }
 
-    B read_i8(const void* head, bool value, i64 offset, i64 d) const {
-        const auto* bytes = static_cast<const char*>(head);
-        const auto q = static_cast<std::int8_t>(bytes[kv_offset(args.pool, value, offset, d)]);
-        float scale;
-        std::memcpy(&scale, bytes + kv_scale_offset(args.pool, value, offset), 4);
-        const float number = static_cast<float>(q) * scale;
+    B stored(const B* head, bool value, i64 offset, i64 d) const {
+        const i64 at = kv_offset(args.pool, value, offset, d);
+        if (!quantised) return head[at];
+        const auto q = static_cast<float>(reinterpret_cast<const std::int8_t*>(head)[at]);
         if constexpr (sizeof(B) == 4) {
-            return number;
+            return q;
         } else {
-            return to_bf16(number);
+            return to_bf16(q);
         }
     }
 
@@ -225,12 +231,9 @@ struct AttentionTask {
             const B* head = at < seq_len ? head_of_block(at / size) : nullptr;
             for (i64 d = 0; d < dim; ++d) {
                 B k{}, v{};
-                if (head != nullptr && args.pool.dtype == DType::i8) {
-                    k = read_i8(head, false, at % size, d);
-                    v = read_i8(head, true, at % size, d);
-                } else if (head != nullptr) {
-                    k = head[kv_offset(args.pool, false, at % size, d)];
-                    v = head[kv_offset(args.pool, true, at % size, d)];
+                if (head != nullptr) {
+                    k = stored(head, false, at % size, d);
+                    v = stored(head, true, at % size, d);
                 }
                 base[kv_offset(unit, false, key, d)] = k;
                 base[kv_offset(unit, true, key, d)] = v;
@@ -241,29 +244,22 @@ struct AttentionTask {
     void find_unit(i64 u, i64 position) {
         const i64 size = kUnit * dim;
         B* own = gathered + u * 2 * size;
+        if (quantised) find_scales(u, position);
         if (!args.pool.has_units()) {
             gather_unit(position, own, own + size);
             k_units[u] = own;
             v_units[u] = own + size;
             return;
         }
-        const char* stored = unit_at(item, position);
-        const bool expanded = args.pool.dtype == DType::i8;
-        if (expanded && sizeof(B) == 2) expand_unit(stored, own);
-        if (expanded && sizeof(B) == 4) {
-            const i64 offset = position % args.pool.block_size;
-            expand_unit_plain(stored - offset / kUnit * args.pool.unit_bytes(), offset, own);
-        }
-        k_units[u] = expanded ? own : reinterpret_cast<const B*>(stored);
+        const char* unit_bytes = unit_at(item, position);
+        if (quantised) expand_unit(unit_bytes, own);
+        k_units[u] = quantised ? own : reinterpret_cast<const B*>(unit_bytes);
         v_units[u] = k_units[u] + size;
-        if (position + kUnit <= seq_len) return;
+        if (quantised || position + kUnit <= seq_len) return;
         // The unit that the request ends in: what lies past the end must not reach the sums.
         KvPool unit = args.pool;
         unit.block_size = kUnit;
-        unit.dtype = unit.compute;
-        if (!expanded) {
-            std::memcpy(own + size, v_units[u], static_cast<std::size_t>(size) * sizeof(B));
-        }
+        std::memcpy(own + size, v_units[u], static_cast<std::size_t>(size) * sizeof(B));
         for (i64 key = seq_len - position; key < kUnit; ++key) {
             for (i64 d = 0; d < dim; ++d) own[kv_offset(unit, true, key, d)] = B{};
         }
@@ -330,6 +326,7 @@ struct AttentionTask {
         VF top = set1(kMinusInf);
         for (i64 k = 0; k < keys; k += VF::W) {
             VF value = mul(load(s + k), scale);
+            if (quantised) value = mul(value, load(key_scales + k));
             if (limit < k + VF::W) value = keep_first(value, max64(0, limit - k), kMinusInf);
             store(s + k, value);
             top = max(value, top);
@@ -340,7 +337,7 @@ struct AttentionTask {
         VF sum = zero();
         for (i64 k = 0; k < keys; k += VF::W) {
             const VF value = exp(sub(load(s + k), set1(m)));
-            store(p + i * kTileKeys + k, value);
+            store(p + i * kTileKeys + k, quantised ? mul(value, load(value_scales + k)) : value);
             sum = add(sum, value);
         }
         sums[i] = fma(sums[i], shrink, sum);

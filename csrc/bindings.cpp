@@ -88,6 +88,22 @@ const float* vector_of(const In& array, i64 size, const char* name) {
     return static_cast<const float*>(array.data());
 }
 
+// The elements of a contiguous array of `count` of them.
+template <class T, class Array>
+const T* column(const Array& array, i64 count, const char* name) {
+    bool contiguous = true;
+    i64 stride = 1;
+    for (auto axis = static_cast<i64>(array.ndim()) - 1; axis >= 0; --axis) {
+        const auto i = static_cast<std::size_t>(axis);
+        contiguous = contiguous && (array.shape(i) <= 1 || array.stride(i) == stride);
+        stride *= static_cast<i64>(array.shape(i));
+    }
+    if (array.dtype() != nb::dtype<T>() || static_cast<i64>(array.size()) != count || !contiguous) {
+        fail(std::string(name) + " has the wrong type, size or layout");
+    }
+    return static_cast<const T*>(array.data());
+}
+
 void require_range(const Indices& indices, i64 count, i64 limit, const char* name) {
     if (static_cast<i64>(indices.shape(0)) != count) {
         fail(std::string(name) + " has " + std::to_string(indices.shape(0)) +
@@ -445,12 +461,53 @@ public:
         level_->copy_rows(from, indices.data(), to);
     }
 
+    void sample(const Out& logits, const Indices& rows, const In& temperature, const In& floors,
+                const Indices& top_k, const In& top_p, const In& seeds, const In& positions,
+                const Out& out) const {
+        SampleArgs args{};
+        args.logits = logits_of(logits);
+        args.num_rows = static_cast<i64>(rows.shape(0));
+        require_range(rows, args.num_rows, args.logits.rows, "rows");
+        args.rows = rows.data();
+        args.temperature = vector_of(temperature, args.num_rows, "temperature");
+        args.min_p_floor = vector_of(floors, args.num_rows, "min_p_floor");
+        require(static_cast<i64>(top_k.shape(0)) == args.num_rows, "top_k has another length");
+        args.top_k = top_k.data();
+        args.top_p = column<double>(top_p, args.num_rows, "top_p");
+        args.seeds = column<std::uint64_t>(seeds, args.num_rows, "seeds");
+        args.positions = column<i64>(positions, args.num_rows, "positions");
+        args.out = const_cast<std::int32_t*>(column<std::int32_t>(out, args.num_rows, "out"));
+        nb::gil_scoped_release released;
+        level_->sample(args);
+    }
+
+    void logprobs(const Out& logits, const Indices& rows, const Indices& token_ids,
+                  const Out& log_sum_exps, const Out& ranks, const Out& top) const {
+        LogprobArgs args{};
+        args.logits = logits_of(logits);
+        args.num_rows = static_cast<i64>(rows.shape(0));
+        require_range(rows, args.num_rows, args.logits.rows, "rows");
+        require_range(token_ids, args.num_rows, args.logits.cols, "token_ids");
+        args.rows = rows.data();
+        args.token_ids = token_ids.data();
+        args.log_sum_exps =
+            const_cast<double*>(column<double>(log_sum_exps, args.num_rows, "log_sum_exps"));
+        args.ranks = const_cast<std::int32_t*>(column<std::int32_t>(ranks, args.num_rows, "ranks"));
+        require(args.num_rows == 0 || top.size() % rows.shape(0) == 0, "top must be [R, num_top]");
+        args.num_top = args.num_rows == 0 ? 0 : static_cast<i64>(top.size()) / args.num_rows;
+        require(args.num_top <= args.logits.cols, "top has more columns than there are tokens");
+        args.top = const_cast<std::int32_t*>(
+            column<std::int32_t>(top, args.num_rows * args.num_top, "top"));
+        nb::gil_scoped_release released;
+        level_->logprobs(args);
+    }
+
     // One captured step over `memory`, whose parts are as program.layout() says.
     void replay(const Program& program, i64 num_tokens, i64 num_samples,
                 const std::vector<Index>& inputs, KVCache& cache, const Memory& memory) const {
         require_cache(cache, 0);
-        Program::Step step{num_tokens, num_samples, {}, reinterpret_cast<char*>(memory.data()),
-                           cache.pool};
+        Program::Step step{
+            num_tokens, num_samples, {}, reinterpret_cast<char*>(memory.data()), cache.pool};
         require(static_cast<i64>(memory.size()) >= program.layout(num_tokens, num_samples).back(),
                 "memory is too small for the step");
         for (const Index& each : inputs) {
@@ -465,6 +522,12 @@ public:
     }
 
 private:
+    static Matrix logits_of(const Out& logits) {
+        const Matrix found = matrix(logits, "logits");
+        require(found.dtype == DType::f32 && found.cols > 0, "logits must be float32 [S, V]");
+        return found;
+    }
+
     static i64 padded(i64 dim) { return round_up(dim, 16); }
 
     void require_cache(const KVCache& cache, i64 layer) const {
@@ -482,8 +545,13 @@ private:
 View view(i64 buffer, i64 offset_bytes, const std::vector<i64>& shape,
           const std::vector<i64>& strides, bool is_bf16) {
     const bool flat = shape.size() == 2;
-    return {buffer,     offset_bytes, flat ? 1 : shape[1],     shape.back(),
-            strides[0], strides[1],   is_bf16 ? DType::bf16 : DType::f32};
+    return {buffer,
+            offset_bytes,
+            flat ? 1 : shape[1],
+            shape.back(),
+            strides[0],
+            strides[1],
+            is_bf16 ? DType::bf16 : DType::f32};
 }
 
 // A call as the recorder in kernels/cpu/capture.py describes it; it has run once with the same
@@ -564,6 +632,8 @@ NB_MODULE(_native, m) {
         .def("paged_attention", &Ops::attention)
         .def("silu_and_mul", &Ops::silu_and_mul)
         .def("gather_rows", &Ops::gather_rows)
+        .def("sample", &Ops::sample)
+        .def("logprobs", &Ops::logprobs)
         .def("replay", &Ops::replay);
 
     nb::enum_<Op>(m, "Op")

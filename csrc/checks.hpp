@@ -1,5 +1,5 @@
-// What is checked of index arrays before a kernel trusts them. Throws std::out_of_range (IndexError)
-// and std::invalid_argument (ValueError).
+// What is checked of index arrays before a kernel trusts them. Throws std::out_of_range
+// (IndexError) and std::invalid_argument (ValueError).
 #pragma once
 
 #include <stdexcept>

@@ -149,6 +149,33 @@ struct AttentionArgs {
     Matrix out;
 };
 
+// Rows of logits to sample: parameters of rows[i] at [i]. out[i] is a token id, or -1 where the
+// row's largest logit is infinite, which is left to the caller.
+struct SampleArgs {
+    Matrix logits;
+    i64 num_rows;
+    const std::int32_t* rows;
+    const float* temperature;  // 0: greedy
+    const float* min_p_floor;  // least (logit - max) / temperature that stays
+    const std::int32_t* top_k;
+    const double* top_p;
+    const std::uint64_t* seeds;
+    const i64* positions;
+    std::int32_t* out;
+};
+
+// log_softmax of rows: its normaliser, the rank of one token (0 where the largest logit is
+// infinite, which is left to the caller) and the ids of the num_top best, best first.
+struct LogprobArgs {
+    Matrix logits;
+    i64 num_rows, num_top;
+    const std::int32_t* rows;
+    const std::int32_t* token_ids;
+    double* log_sum_exps;
+    std::int32_t* ranks;
+    std::int32_t* top;
+};
+
 // One level's table of kernels. Arguments are checked by the bindings; kernels trust them.
 struct Level {
     const char* name;
@@ -161,6 +188,8 @@ struct Level {
     void (*attention)(const AttentionArgs& args);
     void (*silu_and_mul)(Matrix gate_up, Matrix out);
     void (*copy_rows)(Matrix x, const std::int32_t* indices, Matrix out);
+    void (*sample)(const SampleArgs& args);
+    void (*logprobs)(const LogprobArgs& args);
 };
 
 }  // namespace octavo

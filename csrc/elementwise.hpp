@@ -128,7 +128,8 @@ inline void cache_write_row(const X* in, const KvPool& pool, const KvStride& to,
         for (i64 i = 0; i < 16; i += VF::W) {
             const i64 count = max64(0, min64(VF::W, pool.dim - d - i));
             store(row + i, count == VF::W ? load(in + d + i)
-                                          : count > 0 ? load_n(in + d + i, count) : zero());
+                           : count > 0    ? load_n(in + d + i, count)
+                                          : zero());
         }
         for (i64 i = 0; i < 16; i += 2, at += to.pair) {
             at[0] = row[i];
@@ -141,7 +142,8 @@ template <class T>
 void cache_write_as(const Heads& key, const Heads& value, const KvPool& pool, i64 layer,
                     const std::int32_t* slots, i64 t) {
     const i64 block = slots[t] / pool.block_size, offset = slots[t] % pool.block_size;
-    const KvStride to_key = kv_stride(pool, false, offset), to_value = kv_stride(pool, true, offset);
+    const KvStride to_key = kv_stride(pool, false, offset),
+                   to_value = kv_stride(pool, true, offset);
     with_type(key.dtype, [&](auto* type) {
         using X = std::remove_pointer_t<decltype(type)>;
         for (i64 h = 0; h < pool.num_heads; ++h) {
@@ -171,9 +173,8 @@ inline void quantise_row(const X* in, const KvPool& pool, const KvStride& to, ch
     auto* at = reinterpret_cast<std::int8_t*>(head) + to.at;
     for (i64 d = 0; d < pool.dim_padded; d += 2, at += to.pair) {
         for (i64 i = 0; i < 2; ++i) {
-            float q = finite && d + i < pool.dim
-                          ? __builtin_rintf(to_float(in[d + i]) * inverse)
-                          : 0.0f;
+            float q =
+                finite && d + i < pool.dim ? __builtin_rintf(to_float(in[d + i]) * inverse) : 0.0f;
             q = q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q;
             at[i * to.odd] = static_cast<std::int8_t>(q);
         }
@@ -183,7 +184,8 @@ inline void quantise_row(const X* in, const KvPool& pool, const KvStride& to, ch
 inline void cache_write_i8(const Heads& key, const Heads& value, const KvPool& pool, i64 layer,
                            const std::int32_t* slots, i64 t) {
     const i64 block = slots[t] / pool.block_size, offset = slots[t] % pool.block_size;
-    const KvStride to_key = kv_stride(pool, false, offset), to_value = kv_stride(pool, true, offset);
+    const KvStride to_key = kv_stride(pool, false, offset),
+                   to_value = kv_stride(pool, true, offset);
     const i64 key_scale = kv_scale_offset(pool, false, offset);
     const i64 value_scale = kv_scale_offset(pool, true, offset);
     with_type(key.dtype, [&](auto* type) {

@@ -3,6 +3,7 @@
 #include "attention.hpp"
 #include "elementwise.hpp"
 #include "gemm.hpp"
+#include "sampler.hpp"
 
 #define OCTAVO_TEXT_OF(name) #name
 #define OCTAVO_TEXT(name) OCTAVO_TEXT_OF(name)
@@ -19,6 +20,8 @@ const Level level = {OCTAVO_TEXT(OCTAVO_LEVEL),
                      cache_write,
                      attention,
                      silu_and_mul,
-                     copy_rows};
+                     copy_rows,
+                     sample,
+                     logprobs};
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -11,9 +11,7 @@ struct Program::Placed {
     std::vector<i64> starts;
 
     Placed(const Program& program, const Step& step)
-        : program(program),
-          step(step),
-          starts(program.layout(step.num_tokens, step.num_samples)) {}
+        : program(program), step(step), starts(program.layout(step.num_tokens, step.num_samples)) {}
 
     i64 rows(const View& view) const {
         const bool sampled = program.buffers_[static_cast<std::size_t>(view.buffer)].sampled;
@@ -26,7 +24,7 @@ struct Program::Placed {
         return {data(view), rows(view), view.cols, view.stride, view.dtype};
     }
     Heads heads(const View& view) const {
-        return {data(view), rows(view),       view.heads, view.cols,
+        return {data(view),  rows(view),       view.heads, view.cols,
                 view.stride, view.stride_head, view.dtype};
     }
     const Input& input(const Call& call, int which) const {
@@ -34,9 +32,9 @@ struct Program::Placed {
     }
     AttentionArgs attention(const Call& call) const {
         const Input& table = input(call, 0);
-        return {heads(call.a),        step.pool,           call.layer,           table.data,
-                table.stride,         input(call, 1).data, input(call, 2).data,  input(call, 2).size,
-                call.number,          matrix(call.out)};
+        return {heads(call.a), step.pool,           call.layer,          table.data,
+                table.stride,  input(call, 1).data, input(call, 2).data, input(call, 2).size,
+                call.number,   matrix(call.out)};
     }
 };
 

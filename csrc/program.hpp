@@ -8,8 +8,8 @@
 
 namespace octavo {
 
-// An array of the step's scratch memory, [rows, cols] or [rows, heads, cols]. Rows are the tokens or
-// the sampled rows of the step that runs; strides count elements.
+// An array of the step's scratch memory, [rows, cols] or [rows, heads, cols]. Rows are the tokens
+// or the sampled rows of the step that runs; strides count elements.
 struct View {
     i64 buffer, offset_bytes, heads, cols, stride, stride_head;
     DType dtype;
@@ -22,7 +22,15 @@ struct Input {
 };
 
 enum class Op : std::uint8_t {
-    embedding, linear, rms_norm, add_rms_norm, rotary, cache_write, attention, silu_and_mul, copy_rows
+    embedding,
+    linear,
+    rms_norm,
+    add_rms_norm,
+    rotary,
+    cache_write,
+    attention,
+    silu_and_mul,
+    copy_rows
 };
 
 struct Call {

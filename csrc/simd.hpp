@@ -15,6 +15,16 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
+// A number that bf16 holds exactly.
+inline void store_exact(bf16* p, VF a) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(a.v), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
+#else
+    store(p, a);
+#endif
+}
+
 // exp, about 1 ulp; exactly 0 below -87.3 (so also for -inf), saturated above 88; a NaN stays one.
 inline VF exp(VF x) {
     const VF bounded = min(set1(88.0f), max(set1(-87.3f), x));

@@ -33,6 +33,10 @@ inline VF load_n(const bf16* p, i64 n) {
     std::memcpy(whole, p, static_cast<std::size_t>(n) * sizeof(bf16));
     return load(whole);
 }
+inline VF load(const std::int8_t* p) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))};
+}
 inline void store(float* p, VF a) { _mm256_storeu_ps(p, a.v); }
 inline void store_n(float* p, VF a, i64 n) { _mm256_maskstore_ps(p, first_lanes(n), a.v); }
 inline void store(bf16* p, VF a) {

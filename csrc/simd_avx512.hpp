@@ -30,6 +30,10 @@ inline VF load(const bf16* p) {
 inline VF load_n(const bf16* p, i64 n) {
     return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p));
 }
+inline VF load(const std::int8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+}
 inline void store(float* p, VF a) { _mm512_storeu_ps(p, a.v); }
 inline void store_n(float* p, VF a, i64 n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
 inline __m256i narrow(VF a) {

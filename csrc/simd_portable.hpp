@@ -33,6 +33,11 @@ inline VF load(const bf16* p) {
     const UInt4 bits = {p[0].bits, p[1].bits, p[2].bits, p[3].bits};
     return {(Float4)(bits << 16)};
 }
+inline VF load(const std::int8_t* p) {
+    VF out;
+    for (int i = 0; i < VF::W; ++i) out.v[i] = static_cast<float>(p[i]);
+    return out;
+}
 inline VF load_n(const bf16* p, i64 n) {
     bf16 whole[4] = {};
     std::memcpy(whole, p, static_cast<std::size_t>(n) * sizeof(bf16));

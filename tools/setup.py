@@ -87,13 +87,13 @@ class Setup:
         with self._step("build", self._sources()) as due:
             if due:
                 self._check_can_build()
-                say("building the native library ...")
+                say("building the native library (a minute or two on two cores) ...")
                 self._pip("build", "--no-deps", "--no-build-isolation", "-e", str(self.root))
         if dev:
             lock = self.root / "requirements-dev.txt"
             with self._step("dev", _digest(lock.read_bytes(), constraints)) as due:
                 if due:
-                    say("installing what tests and checks need ...")
+                    say("installing what tests and checks need (a minute or two; once) ...")
                     self._pip("dev", "-r", str(lock))
 
     @contextlib.contextmanager
@@ -125,6 +125,10 @@ class Setup:
         if self.state.exists() and self._moved():
             say("this checkout was moved: making .venv anew")
             self._remove()
+        elif self.state.exists() and os.environ.get("PYTHON") and not self._made_with_ours():
+            made_with, ours = self.python.resolve(), _base_python()
+            say(f".venv was made with {made_with}: making it anew with {ours}, as PYTHON asks")
+            self._remove()
         elif unfinished.exists():
             step = unfinished.read_text()
             say(f"the last set-up was cut short ({step or 'start'}): doing it over")
@@ -139,6 +143,10 @@ class Setup:
     def _moved(self) -> bool:
         made_at = self.state / "venv"
         return made_at.exists() and made_at.read_text() != str(self.root)
+
+    def _made_with_ours(self) -> bool:
+        """Whether .venv has the interpreter that runs us (setup.sh runs us by $PYTHON)."""
+        return self.python.resolve() == Path(_base_python()).resolve()
 
     def _remove(self) -> None:
         """Remove .venv and what was built: by a rename first, which an interrupt can't halve."""
@@ -160,6 +168,7 @@ class Setup:
                 f"{_base_python()} has no {missing[0]} module: install it (on Debian and Ubuntu: "
                 "apt install python3-venv), or choose another Python with PYTHON=..."
             )
+        say(f"making .venv with {_base_python()} ...")
         self.state.mkdir(parents=True)
         with self._step("venv", str(self.root)):
             if self.run([_base_python(), "-m", "venv", str(self.venv)], self._log("venv")):
@@ -174,6 +183,8 @@ class Setup:
             return
         text = log.read_text(errors="replace")
         kept = self._log(step, keep=True)
+        if "No space left on device" in text:
+            raise SetupError(f"no space left for {self.venv}: free some, and run it again")
         if any(sign in text for sign in NO_NETWORK):
             raise SetupError(
                 "no network: the first run downloads packages from the package index; "

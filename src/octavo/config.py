@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 from .errors import ConfigError
 
-_KINDS = {"bool": "true or false", "int": "a whole number", "str": "text"}
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 """What to say of a setting's type, by its annotation; None may be taken beside it."""
 
 
@@ -23,6 +23,8 @@ def _check_types(config: object) -> None:
     for setting in fields(config):
         kind, _, or_none = str(setting.type).partition(" | ")
         value = getattr(config, setting.name)
+        if kind == "float" and type(value) is int:  # 3 seconds are 3.0
+            continue
         if kind in _KINDS and type(value).__name__ != kind and not (or_none and value is None):
             raise ConfigError(setting.name, value, _KINDS[kind])
 
@@ -267,6 +269,10 @@ class EngineConfig:
     seed: int = 0
     """Seed from which requests without one derive theirs, by arrival number."""
 
+    record: str | None = None
+    """Write every input and decision of the scheduler to this file, prompts as token ids, for
+    octavo replay. Default: no recording."""
+
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
@@ -282,6 +288,10 @@ PARTS: dict[str, type] = {
 }
 
 
+TOP = ("model", "seed", "record")
+"""Settings of EngineConfig itself."""
+
+
 def make_config(**settings: object) -> EngineConfig:
     """An EngineConfig from flat keyword arguments, as LLM(...) and the command line take them.
 
@@ -292,7 +302,7 @@ def make_config(**settings: object) -> EngineConfig:
     for name, value in settings.items():
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
-        if name in ("model", "seed"):
+        if name in TOP:
             top[name] = value
             continue
         for part, cls in PARTS.items():
@@ -306,7 +316,7 @@ def make_config(**settings: object) -> EngineConfig:
 
 
 def _known() -> str:
-    names = ["model", "seed", *(name for cls in PARTS.values() for name in field_docs(cls))]
+    names = [*TOP, *(name for cls in PARTS.values() for name in field_docs(cls))]
     return ", ".join(names)
 
 

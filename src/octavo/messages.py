@@ -31,6 +31,10 @@ class NewRequest(NamedTuple):
     eos_token_ids: tuple[int, ...]
     """The model's end-of-sequence ids (masked by the sampler before min_tokens)."""
 
+    num_prompt_logprobs: int = 0
+    """Prompt log probabilities that are known already, of prompt tokens 1, 2, ..., where
+    params.prompt_logprobs asks for them."""
+
 
 class ScheduledRequest(NamedTuple):
     """One request's part of a step: positions [num_computed_tokens, + num_new_tokens)."""
@@ -52,19 +56,26 @@ class SchedulerOutput(NamedTuple):
     starts: tuple[NewRequest, ...]
     scheduled: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: int
+    masks: tuple[tuple[int, bytes], ...] = ()
+    """(row, which tokens may be sampled) of rows under a grammar: bit i % 8, the lowest first, of
+    byte i // 8 is token i. A row whose params have a grammar samples nothing without a mask."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Raw log probabilities at one sampled position (R67): before penalties and temperature."""
+    """Log probabilities at one position: raw (R67), before penalties and temperature, or as
+    SamplingParams.logprobs_mode says."""
 
     logprob: float
-    """Of the sampled token; the same bits as its entry in `top`, when it is there."""
+    """Of the token that stands here; the same bits as its entry in `top`, when it is there."""
 
     rank: int
     """1 = the most likely."""
 
     top: tuple[tuple[int, float], ...]
     """(token id, logprob) of the most likely tokens, best first; ties by id ascending."""
+
+    named: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of SamplingParams.logprob_token_ids, in that order."""
 
 
 class SampledToken(NamedTuple):
@@ -82,6 +93,13 @@ class RowFault(NamedTuple):
     message: str
 
 
+class PromptLogprobs(NamedTuple):
+    """Log probabilities of the next prompt tokens of one row, in the order of the prompt."""
+
+    row: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class StepResult(NamedTuple):
     """What a step computed: one SampledToken or RowFault for each scheduled row that samples,
     in the order of the plan; a RowFault may also name a row that samples nothing."""
@@ -89,6 +107,7 @@ class StepResult(NamedTuple):
     step: int
     sampled: tuple[SampledToken, ...]
     faults: tuple[RowFault, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class TokenEvent(NamedTuple):
@@ -102,7 +121,7 @@ class TokenEvent(NamedTuple):
     """One for each new token if asked for, else empty."""
 
     finish_reason: str | None = None
-    """None while it runs; stop, length, abort or error."""
+    """None while it runs; stop, length, abort or error; complete: a grammar's "stop"."""
 
     stop_reason: int | None = None
     """The stop token id that ended it; None for the model's own end-of-sequence ids."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+SHUTTING_DOWN = "the server is shutting down"
+"""The error of an answer that a shutdown cut: no fault, and worth another try elsewhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -17,7 +20,7 @@ class Logprob:
     logprob: float
     rank: int = 0
     top: tuple[Logprob, ...] = ()
-    """Alternatives, best first."""
+    """Alternatives, best first; then those that were named in the request, with rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,11 @@ class StreamEvent:
     num_generated_tokens: int = 0
     """Tokens generated so far for this index, those not shown (a stop id) included."""
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None
+    """In the first event of each index, if asked for: one for each prompt token, None for the
+    first, which nothing stands before."""
+    refused: bool = False
+    """With an error: the request itself was at fault, and never ran."""
 
 
 @dataclass(slots=True)
@@ -86,9 +94,12 @@ class RequestOutput:
     num_cached_tokens: int = 0
     seed: int = 0
     """The seed used: the request's own, or what the engine derived."""
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None
+    """If asked for: one for each prompt token, None for the first."""
 
     def add(self, event: StreamEvent) -> None:
         """Fold one event of the stream into this output."""
         self.outputs[event.index].add(event)
         if event.index == 0:
             self.num_cached_tokens = event.num_cached_tokens
+            self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from .messages import TokenLogprobs
 from .sampling_params import SamplingParams
 
 
@@ -36,6 +37,7 @@ class Request:
         "num_prompt_tokens",
         "params",
         "priority",
+        "prompt_logprobs",
         "rank",
         "request_id",
         "row",
@@ -89,6 +91,18 @@ class Request:
         self.block_ids: list[int] = []
         self.row: int | None = None
         self.finish_reason: str | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Of prompt tokens 1, 2, ... as far as they are known, if params asks for them."""
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Tokens that may come from the prefix cache: at least one is computed, to sample from
+        it (C4); and where prompt logprobs are still missing, all that they come from (C43)."""
+        most = len(self.token_ids) - 1
+        num_known = len(self.prompt_logprobs)
+        if self.params.prompt_logprobs is None or num_known == self.num_prompt_tokens - 1:
+            return most
+        return min(most, num_known)
 
     @property
     def num_tokens(self) -> int:

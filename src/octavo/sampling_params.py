@@ -6,12 +6,17 @@ import math
 from dataclasses import dataclass, fields
 
 from .errors import RequestError
+from .grammar_spec import GrammarSpec
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy (R72)."""
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_BAD_WORDS = 256
+MAX_PROCESSORS = 8
+MAX_BAD_WORD_TOKENS = 64
 
 
 def _check(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -25,6 +30,14 @@ def _is_int(value: object) -> bool:
 
 def _is_real(value: object) -> bool:
     return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_tuple_of_ids(value: object) -> bool:
+    return isinstance(value, tuple) and all(_is_int(x) and x >= 0 for x in value)
+
+
+_MAY_BE_NONE = ("logprob_token_ids", "bad_words", "bad_words_token_ids")
+"""Lists that say the same when they are empty and when they are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +97,39 @@ class SamplingParams:
     logprobs: int | None = None
     """Return the log probability of each token, and of this many alternatives (at most 20)."""
 
+    logprobs_mode: str = "raw"
+    """raw: of the model's own logits. processed: of what is sampled from, after constraints,
+    penalties, temperature and truncation (a greedy row: before the temperature)."""
+
+    logprob_token_ids: tuple[int, ...] = ()
+    """Return the log probabilities of these ids too, at each position."""
+
+    prompt_logprobs: int | None = None
+    """Return the raw log probability of each prompt token after the first, and of this many
+    alternatives (at most 20). Nothing is reused from the prefix cache where they are missing."""
+
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, value added to its logit), from -100 to 100."""
 
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these ids may be sampled."""
 
+    bad_words: tuple[str, ...] = ()
+    """Texts whose tokens may not follow each other in the output, with and without a space in
+    front. Resolved by the engine, which knows the tokenizer, into bad_words_token_ids."""
+
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids that may not be completed in the output."""
+
+    logits_processors: tuple[tuple[str, tuple[tuple[str, object], ...]], ...] = ()
+    """Plug-ins by name, with their settings: {"dry": {"multiplier": 0.8}}. Built in: dry, xtc and
+    typical. See octavo.sampling.processors."""
+
     timeout: float | None = None
     """Seconds from arrival after which the answer ends as it is, with finish_reason timeout."""
+
+    grammar: GrammarSpec | None = None
+    """The form that the answer must have: GrammarSpec.json(schema), .regex(...) and so on."""
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -117,32 +155,78 @@ class SamplingParams:
         if self.max_tokens is not None:
             wanted = f"at most max_tokens ({self.max_tokens})"
             _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, wanted)
-        in_range = self.logprobs is None or (
-            _is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS
-        )
-        _check(in_range, "logprobs", self.logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
+        self._check_logprobs()
+        in_range = self.timeout is None or (_is_real(self.timeout) and self.timeout > 0)
+        _check(in_range, "timeout", self.timeout, "a number of seconds above 0")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             _check(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
             )
-        in_range = self.timeout is None or (_is_real(self.timeout) and self.timeout > 0)
-        _check(in_range, "timeout", self.timeout, "a number of seconds above 0")
         self._check_lists()
+        valid = self.grammar is None or isinstance(self.grammar, GrammarSpec)
+        _check(valid, "grammar", self.grammar, "a GrammarSpec, such as GrammarSpec.json(schema)")
 
     def _normalise(self) -> None:
         """Accept what callers naturally write: a lone stop string, lists, a dict of biases."""
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", *_MAY_BE_NONE):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
+            if value is None and name in _MAY_BE_NONE:
+                object.__setattr__(self, name, ())
         if self.stop is None:
             object.__setattr__(self, "stop", ())
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
+        processors = self.logits_processors or ()
+        if isinstance(processors, dict):
+            processors = tuple((name, settings or {}) for name, settings in processors.items())
+            valid = all(isinstance(settings, dict) for _, settings in processors)
+            _check(valid, "logits_processors", self.logits_processors, "names with their settings")
+            processors = tuple((name, tuple(each.items())) for name, each in processors)
+        object.__setattr__(self, "logits_processors", processors)
         if isinstance(self.logit_bias, dict):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
 
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            in_range = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
+            _check(in_range, name, value, f"a whole number from 0 to {MAX_LOGPROBS}")
+        modes = ("raw", "processed")
+        _check(self.logprobs_mode in modes, "logprobs_mode", self.logprobs_mode, "raw or processed")
+        _check(
+            self.prompt_logprobs is None or self.logprobs_mode == "raw",
+            "logprobs_mode",
+            self.logprobs_mode,
+            "raw where prompt_logprobs are asked for: nothing is sampled there",
+        )
+        valid = _is_tuple_of_ids(self.logprob_token_ids)
+        _check(valid, "logprob_token_ids", self.logprob_token_ids, "a list of token ids")
+        few = len(self.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS
+        wanted = f"at most {MAX_LOGPROB_TOKEN_IDS} ids"
+        _check(few, "logprob_token_ids", len(self.logprob_token_ids), wanted)
+
+    def _check_bad_words(self) -> None:
+        words = self.bad_words
+        valid = isinstance(words, tuple) and all(isinstance(w, str) and w.strip() for w in words)
+        _check(valid, "bad_words", words, "a list of strings, none of them blank")
+        _check(len(words) <= MAX_BAD_WORDS, "bad_words", len(words), f"at most {MAX_BAD_WORDS}")
+        sequences = self.bad_words_token_ids
+        valid = isinstance(sequences, tuple) and all(
+            _is_tuple_of_ids(ids) and 1 <= len(ids) <= MAX_BAD_WORD_TOKENS for ids in sequences
+        )
+        wanted = f"tuples of 1 to {MAX_BAD_WORD_TOKENS} token ids"
+        _check(valid, "bad_words_token_ids", sequences, wanted)
+
     def _check_lists(self) -> None:
+        self._check_bad_words()
+        processors = self.logits_processors
+        valid = isinstance(processors, tuple) and len(processors) <= MAX_PROCESSORS
+        wanted = f"an object of at most {MAX_PROCESSORS} names with their settings"
+        _check(valid, "logits_processors", processors, wanted)
         valid = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
         _check(valid, "stop", self.stop, "a non-empty string, or a list of them")
         wanted = f"at most {MAX_STOP_STRINGS} strings"
@@ -151,8 +235,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None and name == "allowed_token_ids":
                 continue
-            valid = isinstance(value, tuple) and all(_is_int(x) and x >= 0 for x in value)
-            _check(valid, name, value, "a list of token ids")
+            _check(_is_tuple_of_ids(value), name, value, "a list of token ids")
         _check(self.allowed_token_ids != (), "allowed_token_ids", [], "a list of at least one id")
         valid = isinstance(self.logit_bias, tuple) and all(
             isinstance(pair, tuple)

@@ -34,9 +34,10 @@ class CoreBed:
         cache = {name: value for name, value in settings.items() if name in in_cache}
         rest = {name: value for name, value in settings.items() if name not in in_cache}
         self.config = SchedulerConfig(**rest)  # type: ignore[arg-type]
+        self.cache_config = CacheConfig(block_size=block_size, **cache)  # type: ignore[arg-type]
         self.scheduler = Scheduler(
             self.config,
-            CacheConfig(block_size=block_size, **cache),  # type: ignore[arg-type]
+            self.cache_config,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
         )

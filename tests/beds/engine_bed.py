@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest import mock
 
-from beds.tape_model import TapeModel
+from beds.masked_model import MaskedModel
 from beds.tiny_tokenizer import gguf_spec
 from octavo.checkpoint import GenerationDefaults
 from octavo.config import EngineConfig, SchedulerConfig
@@ -17,6 +17,7 @@ from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.build import Engine
 from octavo.engine.engine_core import EngineCore
+from octavo.engine.grammar import Grammars
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.metrics import Metrics
 from octavo.engine.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ from octavo.outputs import StreamEvent
 from octavo.sampling_params import SamplingParams
 
 
-class SlowTape(TapeModel):
+class SlowTape(MaskedModel):
     """A tape whose steps take `seconds`, so that what is to happen meanwhile does."""
 
     seconds = 0.0
@@ -53,6 +54,8 @@ class EngineBed:
         config = EngineConfig(scheduler=SchedulerConfig(**(scheduling or {})))
         self.tokenizer = Tokenizer(gguf_spec())
         self.model = SlowTape(
+            token_bytes=self.tokenizer.token_bytes,
+            eos_token_ids=eos_token_ids,
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -67,7 +70,12 @@ class EngineBed:
             max_model_len=max_model_len,
         )
         self.metrics = Metrics("tape")
-        self.core = EngineCore(self.scheduler, self.model, self.tokenizer, self.metrics, now=now)
+        grammars = Grammars(
+            self.tokenizer, vocab_size=self.model.vocab_size, eos_token_ids=eos_token_ids
+        )
+        self.core = EngineCore(
+            self.scheduler, self.model, self.tokenizer, self.metrics, grammars=grammars, now=now
+        )
         generation = GenerationDefaults(eos_token_ids=eos_token_ids)
         self.inputs = InputProcessor(
             self.tokenizer,
@@ -105,6 +113,7 @@ class EngineBed:
             if not self.core.has_unfinished():
                 self.scheduler.audit()
                 assert not self.core.outputs.answers, "an answer outlived its request"
+                assert not self.core.grammars.live, "a matcher outlived its request"
                 return events
             for event in self.core.step():
                 events.setdefault((event.request_id, event.index), []).append(event)

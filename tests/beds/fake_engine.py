@@ -19,7 +19,7 @@ from typing import Any
 from octavo.checkpoint import GenerationDefaults
 from octavo.config import EngineConfig
 from octavo.errors import EngineDead, QueueFull, RequestError, RequestTooLarge
-from octavo.outputs import Logprob, StreamEvent
+from octavo.outputs import SHUTTING_DOWN, Logprob, StreamEvent
 from octavo.sampling_params import SamplingParams
 
 SPECIALS = {256: "<|im_start|>", 257: "<|im_end|>", 258: "<s>"}
@@ -92,8 +92,8 @@ def make_logprobs(token_id: int, count: int, rng: random.Random) -> Logprob:
     """A made-up entry with `count` alternatives, sometimes with the sampled token among them."""
 
     def entry(i: int, value: float, top: tuple[Logprob, ...] = ()) -> Logprob:
-        text = bytes([i]).decode("utf-8", "replace")
-        return Logprob(i, text, bytes([i]), value, top=top)
+        data = SPECIALS[i].encode() if i in SPECIALS else bytes([i])
+        return Logprob(i, data.decode("utf-8", "replace"), data, value, top=top)
 
     ids = [token_id, *(i for i in range(40, 127) if i != token_id)][: count + 1]
     if rng.random() < 0.5 and count:
@@ -112,6 +112,8 @@ def random_script(prompt: list[int], params: SamplingParams, index: int) -> Iter
     limit = params.max_tokens if params.max_tokens is not None else 64
     pending: list[int] = []
     held: list[int] = []
+    if limit == 0:
+        yield Piece(finish_reason="length")
     for count in range(1, limit + 1):
         if not params.ignore_eos and count > params.min_tokens and rng.random() < 0.02:
             yield _with_logprobs(decoder.decode(b"", True), held, params, rng, "stop")
@@ -197,6 +199,7 @@ class Running:
     cache_scope: str
     scripts: dict[int, Iterator[Piece]] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
+    scored: set[int] = field(default_factory=set)
     num_cached: int = 0
     stream: FakeStream | None = None
 
@@ -222,6 +225,7 @@ class FakeEngine:
         self.max_queued = max_queued
         self.tenants: list[str] = []
         self.step_delay = step_delay
+        self.pool_tokens = 1 << 20
         self.model_name = "fake/model"
         self.generation = GenerationDefaults(eos_token_ids=(257,), sampling=sampling or {})
         self.config = EngineConfig()
@@ -241,6 +245,9 @@ class FakeEngine:
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self._thread.start()
+
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        return min(self.max_model_len, self.pool_tokens) - num_prompt_tokens
 
     @property
     def num_live(self) -> int:
@@ -290,6 +297,7 @@ class FakeEngine:
             "logit_bias": [i for i, _ in params.logit_bias],
             "allowed_token_ids": params.allowed_token_ids or (),
             "stop_token_ids": params.stop_token_ids,
+            "logprob_token_ids": params.logprob_token_ids,
         }
         for name, values in groups.items():
             if any(i >= size for i in values):
@@ -322,7 +330,7 @@ class FakeEngine:
         while self._live and (until is None or time.monotonic() < until):
             time.sleep(0.005)
         with self._wake:
-            self._end_all("error", "the server is shutting down")
+            self._end_all("error", SHUTTING_DOWN)
             self._wake.notify()
         self._thread.join()
 
@@ -384,6 +392,12 @@ class FakeEngine:
             del job.scripts[index]
         if reason == "error":
             self.metrics.num_errors += 1
+        scores = None
+        if job.params.prompt_logprobs is not None and index not in job.scored:
+            job.scored.add(index)
+            rng, num_top = random.Random(len(job.prompt)), job.params.prompt_logprobs
+            rest = (make_logprobs(i, num_top, rng) for i in job.prompt[1:])
+            scores = (None, *rest)
         return StreamEvent(
             request_id,
             index,
@@ -395,4 +409,5 @@ class FakeEngine:
             piece.error,
             job.counts[index],
             job.num_cached,
+            scores,
         )

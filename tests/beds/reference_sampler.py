@@ -59,6 +59,9 @@ def processed_logits(
     if len(output) < params.min_tokens:
         ending = {*eos, *params.stop_token_ids}
         result = [-math.inf if i in ending else result[i] for i in vocab]
+    for *before, last in params.bad_words_token_ids:
+        if last < len(result) and list(output)[len(output) - len(before) :] == before:
+            result[last] = -math.inf
     for token_id, value in params.logit_bias:
         if token_id < len(result):
             result[token_id] += value

@@ -126,6 +126,12 @@ def test_sizes_refuse_what_is_no_size(text: str) -> None:
         ["serve", "--port", "http"],
         ["serve", "--shutdown-timeout", "nan"],
         ["serve", "--shutdown-timeout=-1"],
+        ["serve", "--served-model-name", ""],
+        ["serve", ""],
+        ["chat", "--model", ""],
+        ["serve", "--seed", "x"],
+        ["serve", "--seed", "8k"],
+        ["serve", "--seed", str(2**63)],
         ["generate"],
         ["generate", "--prompt", "x", "--max-tokens", "many"],
         ["bench", "throughput"],
@@ -142,6 +148,12 @@ def test_wrong_arguments_are_one_line_and_exit_2(
     assert err.startswith("octavo")
     assert err.count("\n") == 1
     assert err.endswith("--help)\n")
+
+
+def test_a_wrong_seed_is_told_what_a_seed_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert settings_of(parse("serve", "--seed", str(2**63 - 1))) == {"seed": 2**63 - 1}
+    assert exit_code("serve", "--seed", "x") == 2
+    assert "'x' is no whole number from 0 to 2**63-1" in capsys.readouterr().err
 
 
 def test_a_misspelt_flag_is_told_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -141,30 +142,87 @@ def test_a_bug_of_ours_keeps_its_traceback(engine: type[FakeLLM]) -> None:
         main(["generate", "--prompt", "x"])
 
 
-def test_a_reader_that_leaves_ends_generate_quietly() -> None:
-    script = textwrap.dedent("""
-        import sys
-        from types import ModuleType
-        from octavo.cli.main import main
-        from beds.fake_llm import FakeLLM
-        FakeLLM.script = ["line\\n"] * 50
-        module = ModuleType("octavo.engine.llm")
-        module.LLM = FakeLLM
-        sys.modules["octavo.engine.llm"] = module
-        sys.exit(main(["generate", "--prompt", "x"]))
-    """)
+SCRIPT = """
+    import sys
+    from types import ModuleType
+    from octavo.cli.main import main
+    from beds.fake_llm import FakeLLM
+    FakeLLM.script = ["line \\u6f22\\n"] * 50
+    module = ModuleType("octavo.engine.llm")
+    module.LLM = FakeLLM
+    sys.modules["octavo.engine.llm"] = module
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def command(
+    *arguments: str, stdout: int, stdin: int = subprocess.DEVNULL, **variables: str
+) -> subprocess.Popen[bytes]:
+    """`octavo` with the scripted engine, as a process of its own."""
+    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    buffered = {"PYTHONUNBUFFERED": ""}  # argparse swallows what a write says, but not a flush
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        stdin=stdin,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **buffered, **variables},
+    )
+
+
+@pytest.mark.parametrize("arguments", [["generate", "--prompt", "x"], ["chat", "--help"]])
+def test_a_reader_that_leaves_ends_generate_quietly(arguments: list[str]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        check=False,
-    )
+    process = command(*arguments, stdout=write_end)
     os.close(write_end)
-    assert (done.returncode, done.stderr) == (141, b"")
+    err = process.communicate()[1]
+    assert (process.returncode, err) == (141, b"")
+
+
+@pytest.mark.parametrize("arguments", [["generate", "--prompt", "x"], ["--help"], ["models"]])
+def test_a_full_disk_behind_stdout_is_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        process = command(*arguments, stdout=full.fileno())
+        err = process.communicate()[1]
+    wanted = b"octavo: can't write the output: No space left on device\n"
+    assert (process.returncode, err) == (1, wanted)
+
+
+def test_a_terminal_of_another_encoding_gets_what_it_can_show() -> None:
+    process = command(
+        "generate", "--prompt", "x", stdout=subprocess.PIPE, PYTHONIOENCODING="latin-1"
+    )
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out == b"line ?\n" * 50
+
+
+@pytest.mark.parametrize("at_terminal", [False, True])
+def test_chat_takes_bytes_that_are_no_utf8(at_terminal: bool) -> None:
+    """As generate does: each becomes U+FFFD, and the conversation goes on."""
+    if at_terminal:
+        ours, theirs = pty.openpty()
+    else:
+        theirs, ours = os.pipe()
+    process = command("chat", stdin=theirs, stdout=subprocess.PIPE)
+    os.close(theirs)
+    os.write(ours, b"caf\xe9\n/exit\n")
+    out, err = process.communicate(timeout=30)
+    os.close(ours)
+    assert process.returncode == 0, err
+    assert out.count(b"line") == 50
+    assert b"Traceback" not in err
+
+
+def test_exit_and_quit_leave_a_chat(
+    engine: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for word in ("/exit", "/quit"):
+        feed(monkeypatch, "one", word, "two")
+        assert main(["chat"]) == 0
+        assert len(made[-1].asked) == 1
+    assert "unknown command" not in capsys.readouterr().err
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> None:
@@ -214,7 +272,8 @@ def test_models_says_what_is_known_and_what_is_cached(
 
     fetched: list[str] = []
 
-    def open_checkpoint(name: str) -> SimpleNamespace:
+    def open_checkpoint(name: str, *, verify: bool) -> SimpleNamespace:
+        assert verify
         fetched.append(name)
         return SimpleNamespace(path=Path("cache/x.gguf"))
 
@@ -225,6 +284,10 @@ def test_models_says_what_is_known_and_what_is_cached(
         list_models=lambda: rows,
         open_checkpoint=open_checkpoint,
     )
+    monkeypatch.setenv("OCTAVO_CACHE", str(Path(__file__)))
+    assert main(["models"]) == 1
+    assert f"{__file__} is a file; set OCTAVO_CACHE" in capsys.readouterr().err
+    monkeypatch.setenv("OCTAVO_CACHE", str(Path(__file__).parent))
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert "98 MB" in out

@@ -175,6 +175,36 @@ def test_a_venv_whose_python_is_gone_is_made_anew(machine: Machine) -> None:
     assert machine.ensure() == STEPS
 
 
+def test_another_python_that_is_asked_for_makes_a_new_venv(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PYTHON=... is never ignored; without it, .venv keeps the Python that it has."""
+    machine.ensure()
+    assert machine.ensure() == []
+    monkeypatch.setenv("PYTHON", sys.executable)
+    assert machine.ensure() == STEPS  # the machine's python is a file of its own
+    assert "making it anew" in capsys.readouterr().err
+    (machine.root / ".venv" / "bin" / "python").unlink()
+    (machine.root / ".venv" / "bin" / "python").symlink_to(setup._base_python())
+    assert machine.ensure() == []
+
+
+def test_a_full_disk_is_said_as_such(machine: Machine) -> None:
+    words = "ERROR: Exception:\nOSError: [Errno 28] No space left on device\n"
+    machine.at_step["packages"] = lambda log: log.write_text(words)
+    with pytest.raises(setup.SetupError, match="no space left for"):
+        machine.ensure()
+
+
+def test_each_step_that_takes_long_is_announced(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.ensure()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(STEPS)
+    assert all(line.startswith("setup: ") and line.endswith(" ...") for line in lines)
+
+
 def test_a_venv_of_someone_else_is_left_alone(machine: Machine) -> None:
     (machine.root / ".venv" / "bin").mkdir(parents=True)
     with pytest.raises(setup.SetupError, match="move it away or delete it"):
@@ -256,6 +286,21 @@ def test_a_newer_python_is_found_beside_an_old_one(checkout: Path) -> None:
     (checkout.parent / "bin" / "python3.12").symlink_to(sys.executable)
     done = run(checkout, "sh", "tools/setup.sh", "--dev")
     assert (done.returncode, done.stdout) == (0, "ran --dev\n")
+
+
+@pytest.mark.parametrize("wanted", ["/no/such/python", "python3.9", "."])
+def test_a_python_that_was_asked_for_and_cant_be_used_is_one_line(
+    checkout: Path, wanted: str
+) -> None:
+    """No other Python is taken in its stead."""
+    os.symlink(sys.executable, checkout.parent / "bin" / "python3")
+    script(checkout.parent / "bin" / "python3.9", OLD_PYTHON)
+    done = run(checkout, "sh", "tools/setup.sh", PYTHON=wanted)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"setup: PYTHON={wanted} is no Python 3.11 or newer")
+    assert done.stderr.count("\n") == 1
+    done = run(checkout, "sh", "tools/setup.sh", PYTHON=sys.executable)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
 
 
 def test_make_run_passes_any_prompt_unharmed(checkout: Path) -> None:

@@ -233,3 +233,16 @@ def test_a_closed_loop_does_not_hurt_the_engine() -> None:
     assert len(asyncio.run(stay())) == 8
     engine.shutdown(timeout=10)
     assert not bed.core.has_unfinished()
+
+
+def test_what_the_limits_leave_is_what_is_accepted() -> None:
+    """The front end's defaults rely on it: exactly so many tokens are taken, not one more."""
+
+    async def body(engine: AsyncLLM) -> list[StreamEvent]:
+        room = engine.max_output_tokens(3)
+        with pytest.raises(RequestError):
+            engine.submit([5, 6, 7], params(max_tokens=room + 1))
+        return await read(engine.submit([5, 6, 7], params(max_tokens=room)))
+
+    events = with_async_engine(EngineBed(), body)
+    assert events[-1].finish_reason == "length"

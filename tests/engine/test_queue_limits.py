@@ -149,8 +149,10 @@ def test_a_timeout_is_a_number_of_seconds_above_0() -> None:
     for value in (0, -1, float("nan"), float("inf"), "3", True):
         with pytest.raises(RequestError, match="timeout is"):
             SamplingParams(timeout=value)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="max_queue_seconds"):
-        SchedulerConfig(max_queue_seconds=0)
+    for value in (0, -1.5, "3", True):
+        with pytest.raises(ConfigError, match="max_queue_seconds"):
+            SchedulerConfig(max_queue_seconds=value)  # type: ignore[arg-type]
+    assert SchedulerConfig(max_queue_seconds=3).max_queue_seconds == 3
 
 
 def test_a_stuck_engine_says_who_waits_and_what_for(caplog: pytest.LogCaptureFixture) -> None:

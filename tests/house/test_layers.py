@@ -21,8 +21,10 @@ ROOMS: dict[str, set[str]] = {
     "worker": {"kernels", "models", "sampling"},
     "engine": {"core", "worker.executor"},
     "sim": {"core", "worker.executor"},
+    "trace": {"core", "worker.executor"},
     "server": {"core", "engine"},
     "cli": {
+        "trace",
         "core",
         "engine",
         "sim",
@@ -35,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 COMPOSITION_ROOTS = {
-    "engine/build.py": {"weights", "worker"},
+    "engine/build.py": {"weights", "worker", "trace"},
     "__main__.py": {"cli"},
 }
 """Where rooms are wired together, and what each may import beyond its room's law."""

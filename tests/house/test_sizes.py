@@ -15,8 +15,6 @@ MAX_ATTRIBUTES = 15
 MAX_POSITIONAL = 4
 MAX_ENGINE_ROOMS = 6000
 """Lines of code; see docs/decisions/0002-lines-of-code.md."""
-"""Waiting orders, victims, batching modes, queue limits and deadlines took what was left of 6,000:
-one small object each, none of them in schedule()."""
 ENGINE_ROOMS = ("core", "worker", "models", "sampling", "engine")
 
 MANY_ATTRIBUTES = {

@@ -60,6 +60,27 @@ def test_threads_never_change_linear(case: tuple[str, str]) -> None:
 
 
 @cases
+def test_logits_of_many_rows_equal_those_of_one(case: tuple[str, str]) -> None:
+    """Law: an output so large that it may be written past the caches; 33 to 128 rows at once, the
+    last tile of rows short, tall or whole; the last panel cut off."""
+    rng = np.random.default_rng(2)
+    ops, width = kernels(case), 8213
+    weight = ops.pack_linear(rng.standard_normal((width, 64), dtype=np.float32))
+    x = rng.standard_normal((128, 64), dtype=np.float32).astype(ops.dtype)
+    alone = poisoned((1, width), np.float32)
+    for rows in (40, 64, 75, 128):
+        memory = poisoned((rows + 1, 8224), np.float32)
+        first = -(memory.ctypes.data // 4) % 16  # rows start at a cache line, as an arena's do
+        whole = memory.reshape(-1)[first : first + rows * 8224].reshape(rows, 8224)
+        ops.linear(x[:rows], weight, whole[:, :width])
+        assert not np.isnan(whole[:, :width]).any()
+        assert np.isnan(whole[:, width:]).all()
+        for row in (0, 17, rows - 1):
+            ops.linear(x[row : row + 1], weight, alone)
+            assert bits(alone) == bits(whole[row : row + 1, :width])
+
+
+@cases
 @few
 @given(rows=st.integers(2, 40), columns=st.integers(1, 150), seed=st.integers(0, 99))
 def test_a_row_of_elementwise_ops_is_the_same_alone(

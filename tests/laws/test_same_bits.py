@@ -23,14 +23,15 @@ from octavo.outputs import RequestOutput
 Workload = list[tuple[list[int], SamplingParams]]
 ROOMY = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
 TOKEN_IDS = st.integers(3, VOCAB_SIZE - 1)
+MODES = st.sampled_from(["raw", "processed"])
 
 
 def bits(output: RequestOutput) -> tuple[Any, ...]:
     """Everything that a caller may see of an answer."""
     answer = output.outputs[0]
     logprobs = [
-        (x.token_id, x.logprob, x.rank, tuple((y.token_id, y.logprob) for y in x.top))
-        for x in answer.logprobs or ()
+        x and (x.token_id, x.logprob, x.rank, tuple((y.token_id, y.logprob) for y in x.top))
+        for x in (*(answer.logprobs or ()), *(output.prompt_logprobs or ()))
     ]
     return answer.token_ids, answer.text, answer.finish_reason, logprobs
 
@@ -42,6 +43,7 @@ def run(llm: LLM, workload: Workload) -> list[tuple[Any, ...]]:
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    prompt_logprobs = draw(st.sampled_from([None, None, 0, 3]))
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.7, 1.3])),
         top_p=draw(st.sampled_from([1.0, 0.9])),
@@ -51,6 +53,12 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         seed=draw(st.integers(0, 2**63 - 1)),
         max_tokens=draw(st.integers(1, 24)),
         logprobs=draw(st.sampled_from([None, 0, 5])),
+        prompt_logprobs=prompt_logprobs,
+        logprobs_mode="raw" if prompt_logprobs is not None else draw(MODES),
+        logprob_token_ids=draw(st.lists(TOKEN_IDS, max_size=2)),
+        bad_words_token_ids=draw(
+            st.lists(st.lists(TOKEN_IDS, min_size=1, max_size=2).map(tuple), max_size=9)
+        ),
         ignore_eos=True,
     )
 
@@ -134,13 +142,15 @@ def test_any_block_size_is_the_same(engines: Engines, workload: Workload, block_
 @given(workload=workloads())
 @settings(max_examples=15)
 def test_prefix_hit_is_fresh(engines: Engines, workload: Workload) -> None:
-    """R114, C4: K/V found in the cache are the bits that a fresh prefill computes."""
+    """R114, C4, C43: K/V found in the cache are the bits that a fresh prefill computes."""
     llm = engines(num_kv_blocks=256, block_size=4, **{**ROOMY, "enable_prefix_caching": True})
     first = run(llm, workload)
     hits_before = llm.stats().prefix_hits_tokens
     again = run(llm, workload)
     assert first == again == engines.alone(workload)
-    longest = max(len(prompt) for prompt, _ in workload)
+    # Who wants prompt logprobs reuses nothing.
+    lengths = (len(prompt) for prompt, params in workload if params.prompt_logprobs is None)
+    longest = max(lengths, default=0)
     assert longest <= 4 or llm.stats().prefix_hits_tokens > hits_before
 
 
@@ -228,3 +238,71 @@ def test_threads_are_no_matter(tmp_path: Path) -> None:
         return run(llm, [(prompt, params) for prompt in prompts])
 
     assert answers(1) == answers(2) == answers(3)
+
+
+SMALL_POOL: dict[str, Any] = {"num_kv_blocks": 34, "block_size": 4, "max_num_batched_tokens": 17}
+CACHED = {**SMALL_POOL, "enable_prefix_caching": True}
+HARD = {
+    "priority, static": {**CACHED, "scheduling_policy": "priority", "batching_mode": "static"},
+    "longest prefix, most generated": {
+        **CACHED,
+        "scheduling_policy": "longest_prefix",
+        "victim_policy": "most_generated",
+        "overtake_limit": 1,
+    },
+    "fair share, fewest generated, skips": {
+        **CACHED,
+        "scheduling_policy": "fair_share",
+        "victim_policy": "fewest_generated",
+        "skip_limit": 3,
+    },
+    "static with padding, two rows": {**CACHED, "batching_mode": "static", "max_num_seqs": 2},
+    "static without padding, no cache": {
+        **SMALL_POOL,
+        "batching_mode": "static_dropped",
+        "enable_prefix_caching": False,
+    },
+    "whole prompts, priority that ages": {
+        **CACHED,
+        "max_num_batched_tokens": 64,
+        "enable_chunked_prefill": False,
+        "scheduling_policy": "priority",
+        "priority_ageing_steps": 2,
+    },
+    "contiguous": {
+        **SMALL_POOL,
+        "num_kv_blocks": 70,
+        "kv_reservation": "contiguous",
+        "enable_prefix_caching": False,
+    },
+    "contiguous, static": {
+        **SMALL_POOL,
+        "num_kv_blocks": 70,
+        "kv_reservation": "contiguous",
+        "enable_prefix_caching": False,
+        "batching_mode": "static",
+    },
+    "one token a step, most generated": {
+        **CACHED,
+        "max_num_batched_tokens": 1,
+        "victim_policy": "most_generated",
+    },
+    "everything at once": {
+        **CACHED,
+        "num_kv_blocks": 33,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 5,
+        "scheduling_policy": "longest_prefix",
+        "victim_policy": "fewest_generated",
+        "batching_mode": "static",
+        "skip_limit": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+@given(workload=workloads())
+@settings(max_examples=3)
+def test_no_policy_moves_a_bit(engines: Engines, name: str, workload: Workload) -> None:
+    """R12, R32: orders, victims, batching modes and ways of taking memory: the same answers."""
+    assert run(engines(**HARD[name]), workload) == engines.alone(workload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from beds.reference_sampler import log_softmax
 from beds.sampler_rows import make_row, sample, sample_one
 from octavo.messages import SampledToken, TokenLogprobs
 from octavo.sampling import sampler as sampler_module
+from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
 
 
@@ -130,7 +132,7 @@ def test_one_setting_does_not_touch_the_neighbours() -> None:
 
 def test_rows_without_logprobs_skip_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """C112: only the row that asks runs into a snapshot that raises."""
-    monkeypatch.setattr(sampler_module, "RawLogprobs", None)
+    monkeypatch.setattr(sampler_module, "RowLogprobs", None)
     rows = [make_row(SamplingParams()), make_row(SamplingParams(logprobs=0), row=1)]
     plain, asking = sample(np.zeros((2, 8)), rows)
     assert isinstance(plain, SampledToken)
@@ -140,3 +142,59 @@ def test_rows_without_logprobs_skip_the_work(monkeypatch: pytest.MonkeyPatch) ->
 def test_more_alternatives_than_tokens_gives_all_of_them() -> None:
     logprobs = logprobs_of([0.0, 1.0, 2.0], SamplingParams(temperature=0, logprobs=20))
     assert [i for i, _ in logprobs.top] == [2, 1, 0]
+
+
+def test_processed_logprobs_are_of_what_is_sampled_from() -> None:
+    """C28: the temperature divides logits before the softmax, never log probabilities after it."""
+    params = SamplingParams(temperature=0.5, logprobs=4, logprobs_mode="processed")
+    found = logprobs_of([3.0, 2.0, 1.0, 0.0], params)
+    values = [x for _, x in found.top]
+    assert values == pytest.approx([-0.1451, -2.1451, -4.1451, -6.1451], abs=1e-4)
+    assert sum(map(math.exp, values)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.9}])
+def test_processed_logprobs_of_truncated_tokens_are_minus_infinity(truncation: Any) -> None:
+    """C28: the one token kept has probability 1."""
+    params = SamplingParams(logprobs=3, logprobs_mode="processed", **truncation)
+    found = logprobs_of([3.0, 2.0, 1.0], params)
+    assert found.top == ((0, 0.0), (1, -math.inf), (2, -math.inf))
+    assert found.logprob == 0.0
+
+
+def test_processed_logprobs_of_a_greedy_row_see_constraints_and_penalties() -> None:
+    """C28, R73: a greedy row has no temperature; what is barred is impossible."""
+    params = SamplingParams(
+        temperature=0, logprobs=3, logprobs_mode="processed", logit_bias=((2, 4.0),),
+        bad_words_token_ids=((0,),),
+    )  # fmt: skip
+    found = logprobs_of([3.0, 2.0, 1.0], params)
+    assert [i for i, _ in found.top] == [2, 1, 0]
+    assert [x for _, x in found.top] == pytest.approx(
+        [-math.log1p(math.exp(-3)), -3.0486, -math.inf], abs=1e-4
+    )
+    raw = logprobs_of([3.0, 2.0, 1.0], replace(params, logprobs_mode="raw"))
+    assert [i for i, _ in raw.top] == [0, 1, 2]
+
+
+def test_named_ids_have_the_bits_of_their_place_among_the_best() -> None:
+    """C29: asked for by id or by rank, a token's log probability is the same bits."""
+    logits = np.random.default_rng(5).standard_normal(300) * 3
+    params = SamplingParams(temperature=0, logprobs=20, logprob_token_ids=[7, 4, 299, 7])
+    found = logprobs_of(logits, params)
+    assert [i for i, _ in found.named] == [7, 4, 299, 7]
+    alone = logprobs_of(
+        logits, SamplingParams(temperature=0, logprob_token_ids=[i for i, _ in found.top])
+    )
+    assert alone.named == found.top
+    assert alone.top == ()
+    assert (alone.logprob, alone.rank) == (found.logprob, found.rank)
+
+
+def test_a_prompt_token_is_scored_as_a_sampled_one_is() -> None:
+    """R67, C44: the same logits give the same bits, wherever the token came from."""
+    logits = (np.random.default_rng(6).standard_normal(4100) * 3).astype(np.float32)
+    sampled = logprobs_of(logits, SamplingParams(temperature=0, logprobs=5))
+    best = sampled.top[0][0]
+    assert Sampler(4100).score(logits[None].copy(), [best], [5]) == [sampled]
+    assert Sampler(4).score(np.full((1, 4), math.nan, np.float32), [0], [1]) == [None]

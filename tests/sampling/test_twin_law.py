@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beds.sampler_rows import make_row
+from octavo.kernels.cpu import available_levels, make_kernels
 from octavo.messages import RowFault, SampledToken
+from octavo.sampling.native import make_sampler
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import RowState
 from octavo.sampling_params import SamplingParams
@@ -36,6 +38,11 @@ params_strategy = st.builds(
     stop_token_ids=st.lists(token_ids, max_size=2),
     min_tokens=st.integers(0, 2),
     logprobs=maybe(st.integers(0, 20), None),
+    logprobs_mode=st.sampled_from(["raw", "processed"]),
+    logprob_token_ids=maybe(st.lists(token_ids, max_size=3), ()),
+    bad_words_token_ids=maybe(
+        st.lists(st.lists(token_ids, min_size=1, max_size=3).map(tuple), max_size=3), ()
+    ),
 )
 row_strategy = st.fixed_dictionaries(
     {
@@ -79,19 +86,32 @@ def bits_of(result: SampledToken | RowFault) -> str:
         return repr(result)
     if result.logprobs is None:
         return f"{result.row} {result.token_id}"
-    logprob, rank, top = result.logprobs
-    alternatives = [(i, x.hex()) for i, x in top]
+    logprob, rank, top, named = result.logprobs
+    alternatives = [(i, x.hex()) for i, x in (*top, *named)]
     return f"{result.row} {result.token_id} {logprob.hex()} {rank} {alternatives}"
+
+
+LEVELS = ["numpy", *available_levels()]
+
+
+def make_sampler_at(level: str, vocab_size: int) -> Sampler:
+    """The numpy sampler, or that of an instruction-set level of the cpu backend."""
+    if level == "numpy":
+        return Sampler(vocab_size)
+    return make_sampler(vocab_size, make_kernels(threads=2, isa=level).sampling)
 
 
 def run(sampler: Sampler, logits: list[np.ndarray], states: list[RowState]) -> list[str]:
     return [bits_of(result) for result in sampler.sample(np.stack(logits), states)]
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("vocab_size", [1, 7, 71, 4099, 40_001])
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(data=st.data())
-def test_any_batch_in_any_order_equals_each_row_alone(vocab_size: int, data: st.DataObject) -> None:
+def test_any_batch_in_any_order_equals_each_row_alone(
+    vocab_size: int, level: str, data: st.DataObject
+) -> None:
     """R72, R83, C29: all features at once; odd sizes put rows at every alignment. The batch's
     sampler is reused, so its scratch memory holds other rows' remains; the solo ones are new."""
     rows = data.draw(st.lists(row_strategy, min_size=1, max_size=7))
@@ -105,16 +125,18 @@ def test_any_batch_in_any_order_equals_each_row_alone(vocab_size: int, data: st.
         for i, row in enumerate(rows)
     ]  # fmt: skip
     alone = [
-        run(Sampler(vocab_size), [x], [state])[0] for x, state in zip(logits, states, strict=True)
+        run(make_sampler_at(level, vocab_size), [x], [state])[0]
+        for x, state in zip(logits, states, strict=True)
     ]
-    sampler = Sampler(vocab_size)
+    sampler = make_sampler_at(level, vocab_size)
     assert run(sampler, logits, states) == alone
     shuffled = run(sampler, [logits[i] for i in order], [states[i] for i in order])
     assert shuffled == [alone[i] for i in order]
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("offset", range(0, 17))
-def test_the_address_of_a_row_does_not_matter(offset: int) -> None:
+def test_the_address_of_a_row_does_not_matter(offset: int, level: str) -> None:
     """Vector code that peels to an aligned address would round sums in another order."""
     vocab_size = 40_001
     rng = np.random.default_rng(12)
@@ -125,5 +147,76 @@ def test_the_address_of_a_row_does_not_matter(offset: int) -> None:
         memory[start : start + vocab_size] = values
         logits = memory[start : start + vocab_size].reshape(1, -1)
         state = make_row(SamplingParams(logprobs=20, top_p=0.9, presence_penalty=1.0), seed=offset)
-        results.add(bits_of(Sampler(vocab_size).sample(logits, [state])[0]))
+        results.add(bits_of(make_sampler_at(level, vocab_size).sample(logits, [state])[0]))
     assert len(results) == 1
+
+
+def assert_alike(native: SampledToken | RowFault, numpy: SampledToken | RowFault) -> None:
+    """The same choice, ranks and order; log probabilities but for the order of a sum."""
+    if isinstance(native, RowFault) or isinstance(numpy, RowFault) or numpy.logprobs is None:
+        assert native == numpy
+        return
+    assert native.token_id == numpy.token_id
+    assert native.logprobs is not None
+    assert native.logprobs.rank == numpy.logprobs.rank
+    for ours, theirs in zip(native.logprobs[2:], numpy.logprobs[2:], strict=True):
+        assert [i for i, _ in ours] == [i for i, _ in theirs]
+        assert [x for _, x in ours] == pytest.approx([x for _, x in theirs], abs=1e-9)
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize("vocab_size", [1, 7, 71, 700, 4099, 40_001])
+@settings(max_examples=25)
+@given(row=row_strategy)
+def test_native_chooses_as_numpy_does(vocab_size: int, level: str, row: dict[str, Any]) -> None:
+    """R79-R82: the same noise, the same order, the same cuts, ties and infinities included."""
+    logits = logits_of(row, vocab_size)
+    settings = {name: row[name] for name in ("seed", "prompt", "output", "eos")}
+    results = [
+        make_sampler_at(each, vocab_size).sample(
+            logits[None].copy(), [make_row(row["params"], **settings)]
+        )[0]
+        for each in (level, "numpy")
+    ]
+    assert_alike(*results)
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"top_p": 0.999},
+        {"top_k": 40, "top_p": 0.95},
+        {"min_p": 0.02},
+        {"min_p": 0.001, "top_p": 0.8},
+        {"temperature": 5.0, "top_p": 0.97},
+    ],
+)
+def test_native_draws_what_numpy_draws_a_thousand_times(level: str, params: Any) -> None:
+    """R82: over many seeds and positions, on a row that looks like a model's."""
+    vocab_size, count = 4099, 250
+    logits = (np.random.default_rng(8).standard_normal(vocab_size) * 2.5).astype(np.float32)
+    tokens = []
+    for each in (level, "numpy"):
+        rows = [make_row(SamplingParams(**params), row=i, seed=77 * i) for i in range(count)]
+        found = make_sampler_at(each, vocab_size).sample(np.tile(logits, (count, 1)), rows)
+        tokens.append([x.token_id for x in found if isinstance(x, SampledToken)])
+    assert tokens[0] == tokens[1]
+    assert len(set(tokens[0])) > 5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scored_prompt_row_has_the_bits_of_a_sampled_one(level: str) -> None:
+    """C44: at each level: alone, in a batch, and as the logprobs of a sampled token."""
+    vocab_size = 4099
+    logits = (np.random.default_rng(9).standard_normal((5, vocab_size)) * 3).astype(np.float32)
+    sampler = make_sampler_at(level, vocab_size)
+    states = [make_row(SamplingParams(temperature=0, logprobs=4), row=i) for i in range(5)]
+    sampled = sampler.sample(logits.copy(), states)
+    assert all(isinstance(x, SampledToken) for x in sampled)
+    ids = [x.token_id for x in sampled if isinstance(x, SampledToken)]
+    scored = sampler.score(logits.copy(), ids, [4] * 5)
+    assert scored == [x.logprobs for x in sampled if isinstance(x, SampledToken)]
+    assert [sampler.score(logits[i : i + 1], ids[i : i + 1], [4])[0] for i in range(5)] == scored

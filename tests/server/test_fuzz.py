@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 
 from beds.fake_engine import FakeEngine
 from beds.live_server import AppClient, sse_events, strict_json
-from octavo.server.protocol import (
-    HARMLESS_FIELDS,
-    NOT_YET_FIELDS,
-    SAMPLING_FIELDS,
-    SAMPLING_FLAGS,
-)
+from octavo.server.fields import HARMLESS_FIELDS, NOT_YET_FIELDS
+from octavo.server.protocol import SAMPLING_FIELDS, SAMPLING_FLAGS
+from octavo.server.structured import ALIASES, KINDS
 
 FIELDS = sorted(
     {
@@ -28,7 +25,8 @@ FIELDS = sorted(
         *("cache_salt", "truncate_prompt_tokens", "truncation_side", "return_token_ids"),
         *("return_tokens_as_token_ids", "response_format", "tools", "tool_choice", "modalities"),
         *("add_special_tokens", "add_generation_prompt", "continue_final_message"),
-        *("chat_template_kwargs", "tokens", "return_token_strs"),
+        *ALIASES,
+        *("structured_outputs", "chat_template_kwargs", "tokens", "return_token_strs"),
     }
 )
 
@@ -39,7 +37,9 @@ texts = st.sampled_from(
     ["", "a", "hi", "é😀", "\x00", "text", "left", "auto", "fake/model", "user"]
 )
 leaves = st.none() | st.booleans() | numbers | texts
-names = st.sampled_from(["type", "text", "role", "content", "name", "1", "-1", "include_usage"])
+names = st.sampled_from(
+    ["type", "text", "role", "content", "name", "1", "-1", "include_usage", "json_schema", *KINDS]
+)
 values = st.recursive(
     leaves,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),

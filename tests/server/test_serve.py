@@ -52,6 +52,7 @@ def test_a_busy_port_is_one_line_before_the_model_is_loaded(
         ("host.invalid", 0, "unknown"),
         ("127.0.0.1", 70000, "65535"),
         ("192.0.2.1", 0, "--host"),
+        ("", 0, "host is empty"),
     ],
 )
 def test_an_address_that_cant_be_used_says_what_to_do(host: str, port: int, says: str) -> None:

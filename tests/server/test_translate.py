@@ -31,6 +31,16 @@ def test_defaults_without_a_models_own_are_openais(client: AppClient) -> None:
     assert params.max_tokens == 16
 
 
+@pytest.mark.parametrize(("room", "max_tokens"), [(40, 16), (7, 7), (1, 1)])
+def test_the_default_of_16_gives_way_to_what_the_engine_has_room_for(
+    client: AppClient, room: int, max_tokens: int
+) -> None:
+    """The KV pool's limit as well as the model's: a default never refuses a prompt that fits."""
+    client.engine.pool_tokens = 2 + room
+    assert client.complete().status_code == 200
+    assert client.engine.submitted[0].params.max_tokens == max_tokens
+
+
 def test_chat_may_fill_the_models_length(client: AppClient) -> None:
     """Unset means what is left, which the engine resolves."""
     assert client.chat().status_code == 200

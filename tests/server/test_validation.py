@@ -174,14 +174,21 @@ def test_logprobs_of_completions_is_a_number_up_to_20(client: AppClient, logprob
     assert_refused(client.complete(logprobs=logprobs), "logprobs")
 
 
-@pytest.mark.parametrize("echo_logprobs", [0, 2])
-@pytest.mark.parametrize("stream", [False, True])
-def test_echo_with_logprobs_says_that_it_is_not_built(
-    client: AppClient, echo_logprobs: int, stream: bool
-) -> None:
-    """C52: refused, not answered without the prompt's part."""
-    response = client.complete(echo=True, logprobs=echo_logprobs, stream=stream)
-    assert_refused(response, "echo", "not supported yet")
+@pytest.mark.parametrize("prompt_logprobs", [True, 21, -1, "1"])
+def test_prompt_logprobs_is_a_number_up_to_20(client: AppClient, prompt_logprobs: Any) -> None:
+    assert_refused(client.complete(prompt_logprobs=prompt_logprobs), "prompt_logprobs")
+    assert_refused(client.chat(prompt_logprobs=prompt_logprobs), "prompt_logprobs")
+
+
+def test_prompt_logprobs_in_their_own_form_are_not_streamed(client: AppClient) -> None:
+    """C52: as in vLLM; echo with logprobs is what a stream can carry."""
+    assert_refused(client.complete(prompt_logprobs=1, stream=True), "prompt_logprobs", "stream")
+
+
+def test_processed_logprobs_of_a_prompt_are_refused(client: AppClient) -> None:
+    """C28: nothing is sampled there, so nothing is processed."""
+    body = {"echo": True, "logprobs": 1, "logprobs_mode": "processed"}
+    assert_refused(client.complete(**body), "logprobs_mode", "raw")
 
 
 @pytest.mark.parametrize("max_tokens", [-1, 0, 1.5, True, "4"])
@@ -199,14 +206,7 @@ def test_max_tokens_is_a_positive_whole_number(client: AppClient, max_tokens: An
         ("suffix", "end"),
         ("use_beam_search", True),
         ("best_of", 2),
-        ("bad_words", ["the"]),
-        ("prompt_logprobs", 0),
-        ("structured_outputs", {"choice": ["a"]}),
-        ("guided_json", {}.fromkeys(["type"], "object")),
-        ("guided_regex", "a+"),
-        ("guided_choice", ["a"]),
-        ("response_format", {"type": "json_object"}),
-        ("logprob_token_ids", [4]),
+        ("response_format", {"type": "structural_tag"}),
         ("chat_template", "{{ messages }}"),
     ],
 )
@@ -218,20 +218,6 @@ def test_what_would_change_the_answer_is_refused_until_it_is_built(
     assert_refused(client.complete(**{field: value, name: 2}), field, "not supported yet")
     if field != "best_of":
         assert_refused(client.chat(**{field: value, name: 2}), field, "not supported yet")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"tools": [{"type": "function"}]},
-        {"tools": [{"type": "function"}], "tool_choice": "auto"},
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-    ],
-)
-def test_tools_are_refused_until_they_are_built(client: AppClient, body: Any) -> None:
-    """C77's kind: never prose where a call was required."""
-    assert client.chat(**body).status_code == 400
 
 
 @pytest.mark.parametrize(

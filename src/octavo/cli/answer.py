@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..errors import EngineFault
+from ..errors import EngineFault, OctavoError
 from .options import sampling_of
 
 if TYPE_CHECKING:
@@ -115,5 +115,12 @@ def interrupts() -> Iterator[list[int]]:
 def read_prompt(text: str) -> str:
     """The prompt as given; a lone - stands for stdin. Bytes that are no UTF-8 become U+FFFD."""
     if text == "-":
+        if sys.stdin is None:
+            raise OctavoError("stdin is closed: give the prompt itself")
         return sys.stdin.buffer.read().decode("utf-8", "replace")
+    return whole_text(text)
+
+
+def whole_text(text: str) -> str:
+    """An argument as Unicode: bytes that are no UTF-8 become U+FFFD."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OctavoError, RequestTooLarge
-from .answer import Timing, load, params_of, read_prompt, stream_answer
+from .answer import Timing, load, params_of, read_prompt, stream_answer, whole_text
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 HELP = """\
 /clear   forget the conversation
 /help    this text
-Ctrl-C   stop the answer
-Ctrl-D   leave"""
+/exit    leave, as /quit and Ctrl-D do
+Ctrl-C   stop the answer"""
 
 
 class Conversation:
@@ -66,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     llm = load(args)
     params_for = partial(params_of, llm, args)
     params_for(1)  # a wrong flag is told before the first question
-    conversation = Conversation(llm, params_for, args.system)
+    system = None if args.system is None else whole_text(args.system)
+    conversation = Conversation(llm, params_for, system)
     if prompt is None:
         return converse(conversation)
     timing = conversation.ask(prompt)
@@ -77,6 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
 def converse(conversation: Conversation) -> int:
     """Read, answer, repeat. An error ends one answer, never the conversation."""
+    if sys.stdin is None:
+        raise OctavoError("stdin is closed, so there is nobody to talk to: give --prompt TEXT")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8 become U+FFFD
     interactive = sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
@@ -92,6 +98,8 @@ def converse(conversation: Conversation) -> int:
         except KeyboardInterrupt:
             print("\n(Ctrl-D leaves)", file=sys.stderr)
             continue
+        if line in ("/exit", "/quit"):
+            return 0
         if line.startswith("/"):
             obey(conversation, line)
         elif line:

@@ -7,6 +7,7 @@ Nothing heavy is imported before a command needs it, so help and mistakes answer
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import OctavoError
-from .options import Parser, add_sampling, add_settings, normalise, seconds
+from .options import Parser, add_sampling, add_settings, filled, normalise, seconds
 
 EXAMPLES = """\
 examples:
@@ -46,6 +47,12 @@ def build_parser() -> Parser:
     _models(commands.add_parser("models", help="list known and cached models, or fetch one"))
     scenario = commands.add_parser("scenario", help="worked examples of scheduling, drawn")
     _scenario(scenario)
+    replay = commands.add_parser("replay", help="run the scheduler over a recording")
+    replay.description = (
+        "Run the scheduler over a file of --record; its decisions must be the same."
+    )
+    replay.add_argument("file", metavar="FILE", help="What --record FILE wrote.")
+    replay.set_defaults(module="replay", parser=replay)
     return parser
 
 
@@ -64,6 +71,7 @@ def _serve(parser: Parser) -> None:
     parser.add_argument(
         "--served-model-name",
         action="append",
+        type=filled,
         default=[],
         metavar="NAME",
         help="Model name in the API; may be given several times. Default: MODEL.",
@@ -131,6 +139,37 @@ def _scenario(parser: Parser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (help and usage errors leave by SystemExit)."""
+    _prepare_stdout()
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader left (say, `| head`)
+        _drop_output()
+        return 141
+    except OSError as error:
+        if error.filename is not None:  # no matter of a stream: a fault of ours
+            raise
+        _drop_output()
+        print(f"octavo: can't write the output: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _prepare_stdout() -> None:
+    """A terminal of another encoding gets ? for what it lacks; a closed stdout takes nothing."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
+    elif isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """No more output, and none at interpreter exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     given = normalise(sys.argv[1:] if arguments is None else arguments)
     args, unknown = build_parser().parse_known_args(given)
     parser: Parser = args.parser
@@ -148,19 +187,13 @@ def run_command(args: argparse.Namespace) -> int:
         command: Callable[[argparse.Namespace], int] = import_module(
             f".{args.module}", __package__
         ).run
-        code = command(args)
-        sys.stdout.flush()
-        return code
+        return command(args)
     except OctavoError as error:
         print(f"octavo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader left (say, `| head`): no more output, and none at interpreter exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 if __name__ == "__main__":

@@ -73,19 +73,33 @@ def seconds(text: str) -> float:
     return value
 
 
+def filled(text: str) -> str:
+    """A text that is not empty: an unset variable of a shell must not choose for the user."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: give a name, or leave it out")
+    return text
+
+
+def seed(text: str) -> int:
+    """A whole number that fits in 63 bits."""
+    if not re.fullmatch(r"\d{1,19}", text) or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from 0 to 2**63-1")
+    return int(text)
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """MODEL and a flag for every setting of the engine."""
+    text = f"{field_docs(EngineConfig)['model']} Default: {DEFAULT_MODEL}."
+    parser.add_argument("model", nargs="?", type=filled, metavar="MODEL", help=text)
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help=f"{field_docs(EngineConfig)['model']} "
-        f"Default: {DEFAULT_MODEL}."
-    )  # fmt: skip
-    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help=argparse.SUPPRESS)
+        "--model", dest="model_flag", type=filled, metavar="MODEL", help=argparse.SUPPRESS
+    )
     titles = {"backend": "backend", "scheduler": "scheduler", "cache": "KV cache"}
     for part in ("backend", "scheduler", "cache"):
         group = parser.add_argument_group(titles[part])
         _add_fields(group, PARTS[part])
         if part == "backend":
-            _add_fields(group, EngineConfig, only=("seed",))
+            _add_fields(group, EngineConfig, only=("seed", "record"))
 
 
 def _add_fields(group: Any, cls: type, only: tuple[str, ...] | None = None) -> None:
@@ -102,7 +116,8 @@ def _add_fields(group: Any, cls: type, only: tuple[str, ...] | None = None) -> N
         if kind == "bool":
             kwargs["action"] = argparse.BooleanOptionalAction
         else:
-            number = size if kind.startswith("int") else float
+            whole = seed if field.name == "seed" else size
+            number = whole if kind.startswith("int") else float
             is_number = kind.startswith(("int", "float"))
             kwargs["type"], kwargs["metavar"] = (number, "N") if is_number else (str, "NAME")
         group.add_argument("--" + field.name.replace("_", "-"), **kwargs)

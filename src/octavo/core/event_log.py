@@ -27,6 +27,8 @@ class Reason(Enum):
     """Not admitted: this step preempted a request (R105). ()"""
     BATCHING_MODE = "batching_mode"
     """Not admitted: the batching mode lets nobody join now. (running)"""
+    GRAMMAR_PENDING = "grammar_pending"
+    """Not queued yet: its grammar is being compiled. ()"""
     ADMITTED = "admitted"
     """Waiting -> running. (known tokens, tokens found in the prefix cache)"""
     RESUMED = "resumed"

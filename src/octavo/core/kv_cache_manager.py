@@ -35,7 +35,7 @@ class KVCacheManager:
         self._event_log = event_log
         self._pinned: dict[int, Node] = {}  # where each live request's cached path ends, by id
         # The head of the queue asks again in every step that it waits; the answer is kept until
-        # the tree changes (C113). Key: request id, known tokens, version of the tree.
+        # the tree changes (C113). Key: request id, reusable tokens, version of the tree.
         self._last_match: tuple[tuple[int, int, int], Match | None] = ((-1, -1, -1), None)
 
     @property
@@ -59,11 +59,12 @@ class KVCacheManager:
     def find_prefix(self, request: Request) -> Match | None:
         """The longest cached prefix of what `request` knows, or None.
 
-        At least one token is left to compute: only a computed token can be sampled from (C4).
+        No longer than the request allows, which wants at least one token computed (C4).
         """
-        key = (request.request_id, request.num_tokens, self.cache.version)
+        num_reusable = request.num_reusable_tokens
+        key = (request.request_id, num_reusable, self.cache.version)
         if self._last_match[0] != key:
-            max_blocks = (request.num_tokens - 1) // self.block_size
+            max_blocks = num_reusable // self.block_size
             match = self.cache.match(request.token_ids, max_blocks, request.cache_scope)
             self._last_match = (key, match)
         return self._last_match[1]

@@ -221,6 +221,7 @@ class Scheduler:
         assert plan.step == result.step, "this is the result of another step"
         faults = {fault.row: fault.message for fault in result.faults}
         sampled = {token.row: token for token in result.sampled}
+        scored = {part.row: part.logprobs for part in result.prompt_logprobs}
         events: list[TokenEvent] = []
         requests = self.in_flight.pop(plan.step, ())
         for entry, request in zip(plan.scheduled, requests, strict=True):
@@ -235,6 +236,8 @@ class Scheduler:
                 events.append(TokenEvent(request_id, (), (), "error", None, message))
                 continue
             request.num_computed_tokens = entry.num_computed_tokens + entry.num_new_tokens
+            if entry.row in scored:
+                request.prompt_logprobs += scored[entry.row]
             if not entry.samples:
                 continue
             _, token_id, logprobs = sampled[entry.row]
@@ -343,4 +346,5 @@ def new_request(request: Request) -> NewRequest:
         request.params,
         request.seed,
         request.eos_token_ids,
+        len(request.prompt_logprobs),
     )

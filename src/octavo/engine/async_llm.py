@@ -14,16 +14,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpoint import GenerationDefaults
 from ..config import make_config
-from ..errors import EngineDead
-from ..outputs import StreamEvent
+from ..core.event_log import Reason
+from ..errors import EngineDead, RequestError
+from ..outputs import SHUTTING_DOWN, StreamEvent
 from ..request import Request
 from ..sampling_params import SamplingParams
 from .build import Engine, build_engine
+from .grammar import COMPILE_SECONDS
 from .metrics import Metrics
 from .tokenizer import Tokenizer
 
@@ -76,6 +79,14 @@ class AnswerStream:
         self._news.set()
 
 
+class Pending(NamedTuple):
+    """A request whose grammar is being compiled."""
+
+    stream: AnswerStream
+    requests: list[Request]
+    compiled: Future[Any]
+
+
 class AsyncLLM:
     """A loaded model and the thread that steps it. Construct it off the event loop: loading blocks.
 
@@ -93,6 +104,9 @@ class AsyncLLM:
         """By request id; owned by the engine thread."""
         self._open: dict[int, set[int]] = {}
         """Indexes of each of them that have not ended."""
+        self._compiling: dict[int, Pending] = {}
+        """Those of them whose grammar is being compiled."""
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="octavo-grammar")
         self._accepting = True
         self._dead: str | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
@@ -106,6 +120,10 @@ class AsyncLLM:
     def max_model_len(self) -> int:
         """Longest request in tokens, prompt and output together."""
         return self._engine.max_model_len
+
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Output tokens that model length and KV pool leave to such a prompt; below 1: none."""
+        return self._engine.inputs.limits.max_output_tokens(num_prompt_tokens)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -136,8 +154,9 @@ class AsyncLLM:
     ) -> AnswerStream:
         """Queue one prompt, from a coroutine; its n answers come interleaved in one stream.
 
-        Raises RequestError for what can never run, QueueFull where too much waits already, and
-        EngineDead after a shutdown or a crash.
+        A grammar is compiled by another thread; if it is bad, the answers end with finish_reason
+        "error" and `refused`. Raises RequestError for what can never run, QueueFull where too much
+        waits already, and EngineDead after a shutdown or a crash.
         """
         self._check_alive()
         inputs = self._engine.inputs
@@ -158,19 +177,18 @@ class AsyncLLM:
             stream = AnswerStream(self, requests)
             self._engine.core.queue.enter(requests)
             self._next_request_id += params.n
-            self._commands.put(lambda: self._add(stream, requests))
+            grammar = params.grammar
+            if grammar is None or self._engine.core.grammars.is_compiled(grammar):
+                self._commands.put(lambda: self._add(stream, requests))
+            else:
+                compiled = self._compilers.submit(self._engine.core.grammars.compile, grammar)
+                self._commands.put(lambda: self._hold(stream, requests, compiled))
+                stream.loop.call_later(COMPILE_SECONDS, self._expire, stream.request_id)
         return stream
 
     def abort(self, request_ids: list[int]) -> None:
         """End requests, from any thread; those that have ended are ignored."""
-        core = self._engine.core
-        self._commands.put(
-            lambda: [
-                event
-                for request_id in request_ids
-                if (event := core.end(request_id, "abort")) is not None
-            ]
-        )
+        self._commands.put(lambda: self._abort(request_ids))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop accepting, let running answers finish for `timeout` seconds (None: as long as they
@@ -181,9 +199,14 @@ class AsyncLLM:
         self._commands.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._commands.put(lambda: self._end_all("the server is shutting down"))
+            self._commands.put(lambda: self._end_all(SHUTTING_DOWN))
             self._thread.join()
+        self._compilers.shutdown(cancel_futures=True)
         self._engine.core.executor.close()
+
+    def _expire(self, request_id: int) -> None:
+        message = f"the grammar is too complex: it took longer than {COMPILE_SECONDS:g} s"
+        self._commands.put(lambda: self._refuse(request_id, message))
 
     def _check_crash(self) -> None:
         if self._dead is not None:
@@ -214,7 +237,7 @@ class AsyncLLM:
         """Take commands, step, deliver; return once told to stop and nothing is left."""
         core = self._engine.core
         stopping = False
-        while not stopping or core.has_unfinished():
+        while not stopping or core.has_unfinished() or self._compiling:
             wait = not core.has_unfinished()
             while wait or not self._commands.empty():
                 command = self._next_command() if wait else self._commands.get()
@@ -249,10 +272,60 @@ class AsyncLLM:
             ]
         return []
 
+    def _hold(
+        self, stream: AnswerStream, requests: list[Request], compiled: Future[Any]
+    ) -> list[StreamEvent]:
+        """Keep a request until its grammar is compiled; others go on meanwhile."""
+        request_id = stream.request_id
+        self._streams[request_id] = stream
+        self._open[request_id] = set(range(len(requests)))
+        self._compiling[request_id] = Pending(stream, requests, compiled)
+        if self._dead is not None:
+            return self._drop(request_id, "error", self._dead)
+        event_log = self._engine.core.scheduler.event_log
+        event_log.record(Reason.GRAMMAR_PENDING, request_id)
+        compiled.add_done_callback(lambda _: self._commands.put(lambda: self._release(request_id)))
+        return []
+
+    def _release(self, request_id: int) -> list[StreamEvent]:
+        """The grammar is there, or was found to be none."""
+        pending = self._compiling.get(request_id)
+        if pending is None or pending.compiled.cancelled():
+            return []
+        fault = pending.compiled.exception()
+        if isinstance(fault, RequestError):
+            return self._refuse(request_id, str(fault))
+        del self._compiling[request_id]
+        return self._add(pending.stream, pending.requests)
+
+    def _refuse(self, request_id: int, message: str) -> list[StreamEvent]:
+        return self._drop(request_id, "error", message, refused=True)
+
+    def _drop(
+        self, request_id: int, reason: str, message: str | None = None, *, refused: bool = False
+    ) -> list[StreamEvent]:
+        """End a request whose grammar is not compiled; nothing happens to any other."""
+        pending = self._compiling.pop(request_id, None)
+        if pending is None:
+            return []
+        pending.compiled.cancel()
+        for request in pending.requests:
+            self._engine.core.queue.leave(request.request_id)
+        return [
+            StreamEvent(request_id, i, "", (), finish_reason=reason, error=message, refused=refused)
+            for i in range(len(pending.requests))
+        ]
+
+    def _abort(self, request_ids: list[int]) -> list[StreamEvent]:
+        events = [event for i in request_ids for event in self._drop(i, "abort")]
+        ended = (self._engine.core.end(request_id, "abort") for request_id in request_ids)
+        return events + [event for event in ended if event is not None]
+
     def _end_all(self, message: str) -> list[StreamEvent]:
         core = self._engine.core
+        dropped = [e for i in list(self._compiling) for e in self._drop(i, "error", message)]
         events = [core.end(number, "error", message) for number in list(core.outputs.answers)]
-        return [event for event in events if event is not None]
+        return dropped + [event for event in events if event is not None]
 
     def _give_up(self, message: str) -> list[StreamEvent]:
         """The last events after a crash. Nothing of the core is asked: what broke may break again,

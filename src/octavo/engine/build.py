@@ -6,13 +6,18 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from ..checkpoint import GenerationDefaults
+from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig
 from ..core.scheduler import Scheduler
-from ..weights.sources import open_checkpoint
+from ..errors import ConfigError, ModelLoadError
+from ..trace.record import RecordingScheduler
+from ..weights.sources import open_checkpoint, repairable
 from ..worker.load import load_executor
 from .engine_core import EngineCore
+from .grammar import Grammars
 from .input_processor import InputProcessor
 from .metrics import Metrics
 from .tokenizer import Tokenizer
@@ -34,6 +39,20 @@ class Engine:
     load_seconds: float
 
 
+def make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int) -> Scheduler:
+    """A scheduler, recording if asked to. Raises ConfigError if that can't be written."""
+    make = Scheduler
+    if config.record is not None:
+        try:
+            # Line-buffered: what a killed process decided last is in the file.
+            file = Path(config.record).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        except OSError as error:
+            wanted = f"a file that can be written ({error})"
+            raise ConfigError("record", config.record, wanted) from None
+        make = partial(RecordingScheduler, write=file.write)  # type: ignore[assignment]
+    return make(config.scheduler, config.cache, num_blocks=num_blocks, max_model_len=max_model_len)
+
+
 def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     """Find the model, load it, and connect scheduler, executor and text.
 
@@ -41,24 +60,23 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     """
     start = time.monotonic()
     checkpoint = open_checkpoint(config.model, progress=progress)
-    with ThreadPoolExecutor(1) as pool:  # reading weights mostly waits for memory, not for us
-        building = pool.submit(Tokenizer, checkpoint.tokenizer)
+    # Reading weights mostly waits for memory, not for us.
+    with repairable(config.model), ThreadPoolExecutor(1) as pool:
+        building = pool.submit(_build_tokenizer, checkpoint)
         executor = load_executor(config, checkpoint)
         tokenizer = building.result()
-    scheduler = Scheduler(
-        config.scheduler,
-        config.cache,
-        num_blocks=executor.num_kv_blocks,
-        max_model_len=executor.max_model_len,
-    )
+    scheduler = make_scheduler(config, executor.num_kv_blocks, executor.max_model_len)
     metrics = Metrics(checkpoint.name)
-    core = EngineCore(scheduler, executor, tokenizer, metrics)
+    eos_token_ids = checkpoint.generation.eos_token_ids
+    grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
+    core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
     inputs = InputProcessor(
         tokenizer,
         scheduler.limits,
         checkpoint.generation,
         vocab_size=executor.vocab_size,
         seed=config.seed,
+        check=executor.check,
     )
     for name, value in executor.describe().items():
         logger.info("%s: %s", name, value)
@@ -73,3 +91,10 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         max_model_len=executor.max_model_len,
         load_seconds=time.monotonic() - start,
     )
+
+
+def _build_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    try:
+        return Tokenizer(checkpoint.tokenizer)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{checkpoint.path}: {error}") from error

@@ -12,6 +12,8 @@ from ..errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 PROTOCOL_WORDS = frozenset(
     ("system", "developer", "user", "assistant", "tool", "function", "ipython", "text")
 )
@@ -33,14 +35,14 @@ def _normalise(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RequestError(f"{where} must be an object with role and content", param="messages")
     role = message.get("role")
-    if not isinstance(role, str) or not role:
-        wanted = "must name its role: system, user, assistant or tool"
-        raise RequestError(f"{where} {wanted}", param="messages")
+    if role not in ROLES:
+        text = f"{where}.role is {str(role)[:64]!r}, but must be one of {', '.join(ROLES)}"
+        raise RequestError(text, param="messages")
     result = {key: value for key, value in message.items() if value is not None}
     if not result.get("tool_calls", True):
         del result["tool_calls"]
     if "tool_calls" in result:
-        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
+        result["tool_calls"] = parse_tool_calls(result["tool_calls"], f"{where}.tool_calls")
     content = message.get("content")
     if content is None and role != "assistant":
         raise RequestError(f"{where} ({role}) has no content", param="messages")
@@ -66,7 +68,7 @@ def _text_of(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects: a template writes them out as JSON again."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, dict) for call in calls):
         raise RequestError(f"{where} must be a list of objects", param="messages")

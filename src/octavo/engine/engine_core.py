@@ -10,10 +10,11 @@ from heapq import heapify, heappop, heappush
 from ..core.dump import dump
 from ..core.scheduler import Scheduler
 from ..errors import EngineDead
-from ..messages import RowFault, SchedulerOutput, StepResult
+from ..messages import RowFault, SchedulerOutput, StepResult, TokenEvent
 from ..outputs import StreamEvent
 from ..request import Request, Status
 from ..worker.executor import Executor
+from .grammar import Grammars
 from .metrics import Metrics
 from .output_processor import OutputProcessor
 from .queue_limits import QueueLimits
@@ -35,13 +36,15 @@ class EngineCore:
         tokenizer: Tokenizer,
         metrics: Metrics,
         *,
+        grammars: Grammars,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.grammars = grammars
         self.metrics = metrics
         self.now = now
-        self.outputs = OutputProcessor(tokenizer, metrics, scheduler.finish, now)
+        self.outputs = OutputProcessor(tokenizer, metrics, self._finish, now)
         self.queue = QueueLimits(scheduler.config)
         """For front ends that turn requests away; those that enter leave it here."""
         self._deadlines: list[tuple[float, int, bool]] = []
@@ -54,11 +57,12 @@ class EngineCore:
         added: list[int] = []
         try:
             for request in requests:
-                self.scheduler.add(request)
                 added.append(request.request_id)
+                self.grammars.start(request)
+                self.scheduler.add(request)
         except Exception:
             for request_id in added:
-                self.scheduler.finish(request_id, "abort")
+                self._finish(request_id, "abort")
             raise
         self.outputs.add(requests)
         for request in requests:
@@ -72,9 +76,13 @@ class EngineCore:
 
     def end(self, request_id: int, reason: str, error: str | None = None) -> StreamEvent | None:
         """End a request from outside and free its blocks; None if it is not running any more."""
-        self.scheduler.finish(request_id, reason)
+        self._finish(request_id, reason)
         self.queue.leave(request_id)
         return self.outputs.end(request_id, reason, error)
+
+    def _finish(self, request_id: int, reason: str) -> bool:
+        self.grammars.drop(request_id)
+        return self.scheduler.finish(request_id, reason)
 
     def step(self) -> list[StreamEvent]:
         """Schedule, compute, and give each request that moved its event."""
@@ -84,6 +92,8 @@ class EngineCore:
             return expired + self._idle()
         self._num_idle_steps = 0
         self.outputs.started(plan.starts)
+        if self.grammars.live:
+            plan = self.grammars.masked(plan, self.scheduler.requests)
         for start in plan.starts:
             self.queue.leave(start.request_id)
         try:
@@ -107,12 +117,22 @@ class EngineCore:
             heapify(self._deadlines)
         return events
 
+    def _constrained(self, event: TokenEvent) -> TokenEvent:
+        """The event, with the end that its grammar puts there."""
+        taken = self.grammars.advance(event)
+        if taken.finish_reason != event.finish_reason:
+            reason = "error" if taken.error is not None else "stop"
+            self.scheduler.finish(event.request_id, reason)
+        return taken
+
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do."""
         return self.scheduler.has_unfinished()
 
     def _take(self, plan: SchedulerOutput, result: StepResult) -> list[StreamEvent]:
         events = self.scheduler.update_from_output(plan, result)
+        if self.grammars.live:
+            events = [self._constrained(event) for event in events]
         self.metrics.stepped(plan.num_scheduled_tokens, len(result.faults))
         return self.outputs.process(events)
 

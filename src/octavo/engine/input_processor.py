@@ -5,13 +5,14 @@ Pure: it reads limits, never state, so callers may use it from any thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..checkpoint import GenerationDefaults
 from ..core.limits import Limits
 from ..errors import RequestError, RequestTooLarge
 from ..request import Request
-from ..sampling_params import SamplingParams
+from ..sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from .tokenizer import Tokenizer
 
 _MASK = 2**64 - 1
@@ -38,13 +39,16 @@ class InputProcessor:
         *,
         vocab_size: int,
         seed: int,
+        check: Callable[[SamplingParams], None] = lambda params: None,
     ) -> None:
-        """limits: the scheduler's own, so that what it can never run is refused here already."""
+        """limits: the scheduler's own, so that what it can never run is refused here already.
+        check: raises RequestError for what the executor's sampler can't do."""
         self.tokenizer = tokenizer
         self.limits = limits
         self.vocab_size = vocab_size
         self.eos_token_ids = generation.eos_token_ids
         self.seed = seed
+        self.check = check
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt. Raises RequestError for empty prompts and ids out of range."""
@@ -77,6 +81,9 @@ class InputProcessor:
         Raises RequestError or RequestTooLarge for what can never run.
         """
         self._check_params(params)
+        self.check(params)
+        if params.bad_words:
+            params = replace(params, bad_words=(), bad_words_token_ids=self._bad_words(params))
         room = self.limits.max_output_tokens(len(token_ids))
         if room < 1:
             needed, limit = len(token_ids) + 1, len(token_ids) + room
@@ -92,7 +99,7 @@ class InputProcessor:
                 request_id + index,
                 token_ids,
                 replace(params, n=1),
-                max_tokens=room if params.max_tokens is None else params.max_tokens,
+                max_tokens=room if params.max_tokens is None else max(1, params.max_tokens),
                 seed=seed if index == 0 else derive_seed(seed, index),
                 eos_token_ids=self.eos_token_ids,
                 priority=priority,
@@ -105,14 +112,29 @@ class InputProcessor:
         self.limits.check(requests[0])
         return requests
 
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each bad word, at the start of a text and after a space (C40)."""
+        sequences = dict.fromkeys(params.bad_words_token_ids)
+        for word in params.bad_words:
+            for text in (word, word.lstrip(), " " + word.lstrip()):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    text = f"bad_words: {word[:64]!r} is {len(ids)} tokens long, but"
+                    raise RequestError(f"{text} may be {MAX_BAD_WORD_TOKENS}", param="bad_words")
+                sequences[tuple(ids)] = None
+        return tuple(sequences)
+
     def _check_params(self, params: SamplingParams) -> None:
         """Bounds that depend on the model (C38)."""
-        if params.max_tokens == 0:
-            raise RequestError("max_tokens is 0: nothing to generate", param="max_tokens")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            text = "max_tokens is 0: nothing to generate; only prompt_logprobs may go with that"
+            raise RequestError(text, param="max_tokens")
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             ids = getattr(params, name)
             if ids:
                 self._check_ids(min(ids), max(ids), name)
+        for sequence in params.bad_words_token_ids:
+            self._check_ids(min(sequence), max(sequence), "bad_words_token_ids")
         if params.logit_bias:
             ids = [token_id for token_id, _ in params.logit_bias]
             self._check_ids(min(ids), max(ids), "logit_bias")

@@ -150,6 +150,8 @@ class LLM:
             # A limit that nobody asked for gives way to what the model and the pool leave.
             room = max(1, self.max_output_tokens(len(token_ids)))
             params = replace(self.default_params(), max_tokens=min(DEFAULT_MAX_TOKENS, room))
+        if params.grammar is not None:
+            self._engine.core.grammars.compile(params.grammar)
         requests = inputs.requests(
             token_ids,
             params,

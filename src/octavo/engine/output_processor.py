@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Iterable
 
 from ..messages import NewRequest, TokenEvent
-from ..outputs import StreamEvent
+from ..outputs import Logprob, StreamEvent
 from ..request import Request
 from .metrics import Metrics
-from .text_stream import Piece, TextStream
+from .text_stream import Piece, TextStream, prompt_logprobs
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
@@ -31,6 +31,7 @@ class Answer:
         "parent_id",
         "request",
         "scheduled_time",
+        "scored",
         "text",
     )
 
@@ -40,6 +41,8 @@ class Answer:
         self.index = index
         self.text = TextStream(tokenizer, request.params)
         self.num_generated_tokens = 0
+        self.scored = False
+        """Whether its prompt logprobs were sent."""
         self.arrival_time = request.arrival_time
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -95,7 +98,14 @@ class OutputProcessor:
 
     def _process(self, answer: Answer, event: TokenEvent, now: float) -> StreamEvent:
         error = event.error
+        if answer.request.params.max_tokens == 0:  # scoring: the step's one token is not wanted
+            reason = "length" if event.finish_reason == "stop" else event.finish_reason
+            event = event._replace(
+                token_ids=(), logprobs=(), finish_reason=reason, stop_reason=None
+            )
+        scores: tuple[Logprob | None, ...] | None = None
         try:
+            scores = self._prompt_logprobs(answer, event)
             piece = answer.text.push(
                 event.token_ids, event.logprobs, event.finish_reason, event.stop_reason
             )
@@ -122,7 +132,20 @@ class OutputProcessor:
             error=error,
             num_generated_tokens=answer.num_generated_tokens,
             num_cached_tokens=answer.request.num_cached_tokens,
+            prompt_logprobs=scores,
         )
+
+    def _prompt_logprobs(
+        self, answer: Answer, event: TokenEvent
+    ) -> tuple[Logprob | None, ...] | None:
+        """With the first event, since the prompt is done then; never with an error or abort."""
+        request = answer.request
+        num_top = request.params.prompt_logprobs
+        if num_top is None or answer.scored or event.finish_reason in ("error", "abort"):
+            return None
+        answer.scored = True
+        token_ids = request.token_ids[: request.num_prompt_tokens]
+        return prompt_logprobs(self.tokenizer, token_ids, request.prompt_logprobs, num_top)
 
     def _measure(self, answer: Answer, num_new_tokens: int, now: float) -> None:
         if not num_new_tokens:

@@ -57,14 +57,17 @@ class TextStream:
         """Take what the scheduler reports about this answer; returns what can be shown now.
 
         With finish_reason "stop" the last token is the end-of-sequence or stop id, which is not
-        text. A stop string that is found here ends the answer: finish_reason is "stop" and
-        stop_reason the string, and whatever comes later is ignored.
+        text; with "complete" it is text that completes a grammar. A stop string that is found
+        here ends the answer: finish_reason is "stop" and stop_reason the string, and whatever
+        comes later is ignored.
         """
         shown = _Shown([], [], [])
         if self._finished:
             return Piece("", (), (), None, None)
         if finish_reason == "stop":
             token_ids = token_ids[:-1]
+        elif finish_reason == "complete":
+            finish_reason = "stop"
         for i, token_id in enumerate(token_ids):
             self._unshown.append((token_id, logprobs[i] if logprobs else None))
             for run in self._detokenizer.push(token_id):
@@ -132,12 +135,9 @@ class TextStream:
     def _logprob(self, token_id: int, data: bytes, given: TokenLogprobs) -> Logprob:
         """An entry whose bytes are what the token adds to the text; a control token that is
         left out of the text adds none, but is named. Alternatives stand each for itself."""
-        tokenizer = self._tokenizer
-        top = tuple(
-            Logprob(other, tokenizer.token_text(other), tokenizer.token_bytes(other), logprob, rank)
-            for rank, (other, logprob) in enumerate(given.top[: self._params.logprobs], start=1)
-        )
-        text = data.decode("utf-8", "replace") if data else tokenizer.token_text(token_id)
+        text = data.decode("utf-8", "replace") if data else self._tokenizer.token_text(token_id)
+        num_top = self._params.logprobs
+        top = alternatives(self._tokenizer, given, num_top)
         return Logprob(token_id, text, data, given.logprob, given.rank, top)
 
     def _piece(
@@ -151,6 +151,31 @@ class TextStream:
             finish_reason,
             stop_reason,
         )
+
+
+def alternatives(
+    tokenizer: Tokenizer, given: TokenLogprobs, num_top: int | None
+) -> tuple[Logprob, ...]:
+    """Entries of the best tokens, then of those that were named and are not among them."""
+    ranked = [(i, logprob, rank) for rank, (i, logprob) in enumerate(given.top[:num_top], start=1)]
+    ids = {i for i, *_ in ranked}
+    ranked += [(i, logprob, 0) for i, logprob in dict(given.named).items() if i not in ids]
+    return tuple(
+        Logprob(i, tokenizer.token_text(i), tokenizer.token_bytes(i), logprob, rank)
+        for i, logprob, rank in ranked
+    )
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, token_ids: list[int], known: list[TokenLogprobs], num_top: int
+) -> tuple[Logprob | None, ...]:
+    """One entry for each of a prompt's tokens; None for the first, which follows nothing."""
+    entries: list[Logprob | None] = [None]
+    for token_id, given in zip(token_ids[1:], known, strict=True):
+        text, data = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        top = alternatives(tokenizer, given, num_top)
+        entries.append(Logprob(token_id, text, data, given.logprob, given.rank, top))
+    return tuple(entries)
 
 
 class _Shown(NamedTuple):

@@ -68,6 +68,44 @@ class Arena(Protocol):
         ...
 
 
+class SamplingKernels(Protocol):
+    """Whole rows of logits at once, each by one thread; what is computed is defined by
+    octavo.sampling. logits [S, V] float32, rows [R] int32 the rows that are meant; NaN logits
+    become -inf in place."""
+
+    def sample(
+        self,
+        logits: Array,
+        rows: Array,
+        temperature: Array,
+        min_p_floor: Array,
+        top_k: Array,
+        top_p: Array,
+        seeds: Array,
+        positions: Array,
+        out: Array,
+    ) -> None:
+        """out[R] int32 = token ids, or -1 where the largest logit is infinite.
+
+        temperature [R] float32 (0: greedy), min_p_floor [R] float32 (the least scaled logit that
+        stays), top_k [R] int32 (0: off), top_p [R] float64, seeds [R] uint64, positions [R] int64.
+        """
+        ...
+
+    def logprobs(
+        self,
+        logits: Array,
+        rows: Array,
+        token_ids: Array,
+        log_sum_exps: Array,
+        ranks: Array,
+        top: Array,
+    ) -> None:
+        """log_sum_exps [R] float64, ranks [R] int32 of token_ids [R] int32 (0 where the largest
+        logit is infinite) and top [R, num_top] int32, the best ids, best first."""
+        ...
+
+
 class StepBatch(Protocol):
     """A step's index arrays as models take them (models/batch.py), here for their number only."""
 
@@ -99,6 +137,9 @@ class Kernels(Protocol):
 
     stored_kinds: frozenset[str]
     """Formats of model files (Q8_0, Q4_1, ...) that pack_stored keeps as they are; may be empty."""
+
+    sampling: SamplingKernels | None
+    """None: the sampler's own numpy is all there is."""
 
     def describe(self) -> dict[str, str]:
         """What runs, for the start-up report: isa level, threads, dtype."""

@@ -75,6 +75,7 @@ class ReferenceKernels:
     name = "reference"
     dtype = np.dtype(np.float32)
     stored_kinds: frozenset[str] = frozenset()
+    sampling = None
     kv_cache_dtypes = ("float32",)
 
     def describe(self) -> dict[str, str]:

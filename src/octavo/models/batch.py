@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from ..kernels.api import Array
+
+
+class ExtraRows(NamedTuple):
+    """Rows whose logits are looked at, but not sampled: for prompt logprobs (R62)."""
+
+    indices: Array
+    """[P] int32; P may be near T, so that their logits [P, V] would be far larger than the model's
+    other memory: they come in slices."""
+
+    take: Callable[[int, Array], None]
+    """take(first, logits [n, V] float32) for indices[first : first + n], slice after slice; the
+    memory is used again for the next."""
 
 
 class ForwardBatch(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..checkpoint import ModelConfig, Weights
 from ..kernels.api import Arena, Array, Kernels, KVCache, Linear
-from .batch import ForwardBatch
+from .batch import ExtraRows, ForwardBatch
 from .layers import WeightLoader, build_cos_sin_cache
 
 
@@ -43,6 +43,10 @@ class Scratch(NamedTuple):
     attention: Array  # [T, NH D]
     gate_up: Array  # [T, 2 I]
     activation: Array  # [T, I]
+
+
+EXTRA_ROWS = 64
+"""Extra rows that go through the LM head together."""
 
 
 class LlamaForCausalLM:
@@ -80,20 +84,29 @@ class LlamaForCausalLM:
             self.lm_head = load.linear(("lm_head.weight", vocab), in_features=hidden)
         self.weight_bytes = load.nbytes
 
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache, arena: Arena) -> Array:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        arena: Arena,
+        *,
+        extra: ExtraRows | None = None,
+    ) -> Array:
         """Logits [S, V] float32 of the rows in batch.logits_indices; valid until arena.reset().
 
         Writes the K/V of all T tokens into kv_cache. A step that samples nothing (S = 0, chunks
-        of unfinished prompts; R63) ends before the LM head.
+        of unfinished prompts; R63) ends before the LM head. With `extra`, all layers are whole.
         """
         scratch = self._scratch(len(batch.input_ids), arena)
         self.kernels.embedding(batch.input_ids, self.embed_tokens, scratch.residual)
-        prune = self.prune_last_layer and batch.sampled_start_loc is not None
+        prune = self.prune_last_layer and batch.sampled_start_loc is not None and extra is None
         for index, layer in enumerate(self.layers[:-1] if prune else self.layers):
             self._norm_into_hidden(scratch, layer.input_norm, first=index == 0)
             self._attention(layer, index, batch=batch, kv_cache=kv_cache, scratch=scratch)
             self._norm_into_hidden(scratch, layer.post_attention_norm, first=False)
             self._mlp(layer, scratch)
+        if extra is not None:
+            self._visit(extra, scratch, arena)
         num_rows = len(batch.logits_indices)
         sampled = self._scratch(num_rows, arena)
         logits = arena.empty((num_rows, self.config.vocab_size), np.float32)
@@ -106,6 +119,20 @@ class LlamaForCausalLM:
             self._norm_into_hidden(sampled, self.norm, first=False)
             self.kernels.linear(sampled.hidden, self.lm_head, logits)
         return logits
+
+    def _visit(self, extra: ExtraRows, scratch: Scratch, arena: Arena) -> None:
+        """Logits of the extra rows, EXTRA_ROWS at a time, always in the same memory (R62)."""
+        size = min(len(extra.indices), EXTRA_ROWS)
+        memory = self._scratch(size, arena)
+        logits = arena.empty((size, self.config.vocab_size), np.float32)
+        for first in range(0, len(extra.indices), EXTRA_ROWS):
+            indices = extra.indices[first : first + EXTRA_ROWS]
+            rows = Scratch(*(array[: len(indices)] for array in memory))
+            self.kernels.gather_rows(scratch.residual, indices, rows.residual)
+            self.kernels.gather_rows(scratch.delta, indices, rows.delta)
+            self._norm_into_hidden(rows, self.norm, first=False)
+            self.kernels.linear(rows.hidden, self.lm_head, logits[: len(indices)])
+            extra.take(first, logits[: len(indices)])
 
     def _norm_into_hidden(self, scratch: Scratch, weight: Array, *, first: bool) -> None:
         """residual += delta, hidden = norm(residual); at the very first there is no delta."""

@@ -7,7 +7,7 @@ from typing import Protocol
 from ..checkpoint import Checkpoint, ModelConfig
 from ..errors import ModelLoadError
 from ..kernels.api import Arena, Array, Kernels, KVCache
-from .batch import ForwardBatch
+from .batch import ExtraRows, ForwardBatch
 
 
 class Model(Protocol):
@@ -17,8 +17,16 @@ class Model(Protocol):
     weight_bytes: int
     cos_sin_cache: Array
 
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache, arena: Arena) -> Array:
-        """Logits [S, V] float32 of the rows in batch.logits_indices; valid until arena.reset()."""
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        arena: Arena,
+        *,
+        extra: ExtraRows | None = None,
+    ) -> Array:
+        """Logits [S, V] float32 of the rows in batch.logits_indices; valid until arena.reset().
+        Those of extra rows go to extra.take()."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Raw log probabilities: log_softmax of the logits before anything changes them (R67, R68)."""
+"""Log probabilities of one row: log_softmax of its logits (R67, R68)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..messages import TokenLogprobs
 from .truncation import best_tokens
 
 
-class RawLogprobs:
-    """A snapshot of one row, taken for requests that ask, and only for those (C112)."""
+class RowLogprobs:
+    """log_softmax of one row, for requests that ask, and only for those (C112)."""
 
-    __slots__ = ("_log_sum_exp", "_logits", "_num_top")
+    __slots__ = ("_log_sum_exp", "_logits")
 
-    def __init__(self, logits: Array, num_top: int, *, scratch: Array) -> None:
-        """logits [V] float32 without NaN, max > -inf, copied; scratch [V] float64."""
-        self._num_top = num_top
-        self._logits = logits.copy()
+    def __init__(self, logits: Array, *, scratch: Array) -> None:
+        """logits [V] float32 without NaN, max > -inf, which must not change while this is used;
+        scratch [V] float64."""
+        self._logits = logits
         highest = float(logits.max())
         if highest == math.inf:
             # The limit of the softmax: infinite logits share everything.
@@ -30,18 +30,20 @@ class RawLogprobs:
         self._log_sum_exp = highest + math.log(float(scratch.sum()))
 
     def _logprob(self, token_id: int) -> float:
-        # The one formula, for the chosen token and for `top`: the same token has the same bits.
+        # The one formula, for the chosen token and for all others: the same token, the same bits.
         return float(self._logits[token_id]) - self._log_sum_exp
 
-    def of(self, token_id: int) -> TokenLogprobs:
-        """Log probability and rank of `token_id`, and the best alternatives."""
+    def of(self, token_id: int, num_top: int, named: tuple[int, ...] = ()) -> TokenLogprobs:
+        """Log probability and rank of `token_id`, the best `num_top`, and those of `named`."""
         logits = self._logits
         value = logits[token_id]
         num_better = int(np.count_nonzero(logits > value))
         num_tied_before = int(np.count_nonzero(logits[:token_id] == value))
         top: tuple[tuple[int, float], ...] = ()
-        if self._num_top:
-            best = best_tokens(logits, self._num_top)
+        if num_top:
+            best = best_tokens(logits, num_top)
             best = best[np.argsort(-logits[best], kind="stable")]
             top = tuple((i, self._logprob(i)) for i in best.tolist())
-        return TokenLogprobs(self._logprob(token_id), 1 + num_better + num_tied_before, top)
+        others = tuple((i, self._logprob(i)) for i in named if i < logits.size)
+        rank = 1 + num_better + num_tied_before
+        return TokenLogprobs(self._logprob(token_id), rank, top, others)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from ..kernels.api import Array
-from ..messages import RowFault, SampledToken
+from ..messages import RowFault, SampledToken, TokenLogprobs
 from .constraints import apply_constraints
-from .logprobs import RawLogprobs
+from .logprobs import RowLogprobs
 from .noise import exponential, hash_tokens, random_bits, token_counters
 from .penalties import apply_penalties
+from .processors import Stage
 from .state import RowState
 from .truncation import truncate
 
@@ -23,7 +25,7 @@ _SLACK = 1 + 2.0**-12
 """Covers what float32 rounds away in _draw_from_all's first look (below 2**-17)."""
 
 
-class _NothingToSample(Exception):
+class NothingToSample(Exception):
     """No token of the row is possible; the text is for the user."""
 
 
@@ -31,11 +33,12 @@ class Sampler:
     """Turns logits into tokens, in this order (R69-R84):
 
     0. NaN logits become impossible; a row with no finite or +inf logit left is a fault (C37)
-    1. raw logprobs snapshot, for rows that ask (R67)
-    2. allow-list, block-list (end-of-sequence and stop ids before min_tokens), logit_bias,
-       penalties (R69-R71)
+    1. raw logprobs snapshot, for rows that ask (R67); those that ask for processed ones get
+       them of what step 3 (greedy) or step 7 leaves (C28)
+    2. grammar mask, allow-list, block-list (end-of-sequence and stop ids before min_tokens, then
+       bad words), logit_bias, plug-ins (processors.py), penalties (R69-R71)
     3. greedy rows take the argmax here and skip the rest (R72, R73)
-    4. temperature (R74, R75)
+    4. temperature (R74, R75); b: plug-ins that truncate
     5. min_p (R76-R78)
     6. top-k (R79, R80)
     7. top-p over what is left (R81)
@@ -63,47 +66,73 @@ class Sampler:
         assert logits.shape == (len(rows), self.vocab_size), "one row of logits for each state"
         assert logits.dtype == np.float32, "logits are float32"
         assert logits.flags.c_contiguous, "rows are contiguous"
-        results: list[SampledToken | RowFault] = []
         # -inf is a value here (a barred token), and so are the operations on it.
         with np.errstate(all="ignore"):
-            for row_logits, state in zip(logits, rows, strict=True):
-                try:
-                    results.append(self._sample_row(row_logits, state))
-                except _NothingToSample as error:
-                    results.append(RowFault(state.row, str(error)))
-                except Exception as error:  # whatever it is, the other rows go on
-                    logger.exception("sampling failed for request %d", state.request_id)
-                    message = f"sampling failed: {type(error).__name__}: {error}"
-                    results.append(RowFault(state.row, message))
-        return results
+            return [
+                guarded(self._sample_row, row_logits, state)
+                for row_logits, state in zip(logits, rows, strict=True)
+            ]
 
     def _sample_row(self, logits: Array, state: RowState) -> SampledToken:
         """Steps 0 to 9 on one row, logits [V]."""
+        _possible_argmax(logits)
         params = state.params
-        best = _possible_argmax(logits)
-        raw: RawLogprobs | None = None
-        if params.logprobs is not None:
-            scratch = self._scratch.view(np.float64)
-            raw = RawLogprobs(logits, params.logprobs, scratch=scratch)
-        constrained = apply_constraints(logits, state)
-        penalised = apply_penalties(logits, state)
-        if constrained or penalised:
-            best = int(logits.argmax())
-            if logits[best] == -np.inf:
-                raise _NothingToSample(
-                    "no token is left to sample: allowed_token_ids, min_tokens, stop ids and "
-                    "logit_bias together bar them all"
-                )
-        token_id = best if params.greedy else self._draw(logits, best, state)
-        return SampledToken(state.row, token_id, raw.of(token_id) if raw else None)
+        raw: RowLogprobs | None = None
+        if params.logprobs is not None and params.logprobs_mode == "raw":
+            raw = self._logprobs(logits.copy() if state.changes_logits else logits)
+        apply_constraints(logits, state)
+        _apply_processors("logits", logits, state)
+        apply_penalties(logits, state)
+        return self._choose(logits, state, raw)
 
-    def _draw(self, logits: Array, best: int, state: RowState) -> int:
-        """Steps 4 to 8. `best` is the argmax of logits."""
+    def _choose(self, logits: Array, state: RowState, logprobs: RowLogprobs | None) -> SampledToken:
+        """Steps 3 to 9 on one row, logits [V], whose raw logprobs were taken if they are wanted."""
+        params = state.params
+        best = int(logits.argmax())
+        if logits[best] == -np.inf:
+            raise NothingToSample(
+                "no token is left to sample: grammar, allowed_token_ids, min_tokens, stop ids, "
+                "bad_words and logit_bias together bar them all"
+            )
+        token_id, ids = (best, None) if params.greedy else self._draw(logits, best, state)
+        if params.logprobs is None:
+            return SampledToken(state.row, token_id)
+        if logprobs is None:
+            logprobs = self._logprobs(logits if params.greedy else _only(self._scaled, ids))
+        found = logprobs.of(token_id, params.logprobs, params.logprob_token_ids)
+        return SampledToken(state.row, token_id, found)
+
+    def score(
+        self, logits: Array, token_ids: Sequence[int], num_tops: Sequence[int]
+    ) -> list[TokenLogprobs | None]:
+        """Raw log probabilities of prompt tokens [n] after logits [n, V], which may be
+        overwritten; None where the logits are no numbers."""
+        found: list[TokenLogprobs | None] = []
+        with np.errstate(all="ignore"):
+            for row_logits, token_id, num_top in zip(logits, token_ids, num_tops, strict=True):
+                try:
+                    _possible_argmax(row_logits)
+                    found.append(self._logprobs(row_logits).of(token_id, num_top))
+                except NothingToSample:
+                    found.append(None)
+        return found
+
+    def _logprobs(self, logits: Array) -> RowLogprobs:
+        return RowLogprobs(logits, scratch=self._scratch.view(np.float64))
+
+    def _draw(self, logits: Array, best: int, state: RowState) -> tuple[int, Array | None]:
+        """Steps 4 to 8, and the ids that truncation left. `best` is the argmax of logits."""
         scaled = self._scale(logits, best, state.params.temperature)
+        if state.processors:
+            _apply_processors("truncation", scaled, state)
+            best = int(scaled.argmax())
+            if scaled[best] != 0:  # what follows wants the best one at 0 again
+                scaled -= scaled[best]
         ids = truncate(scaled, state.params)
         if ids is None:
-            return self._draw_from_all(scaled, best, state)
-        return _argmax_of_ratio(scaled, ids, random_bits(state.seed, state.position, ids))
+            return self._draw_from_all(scaled, best, state), None
+        bits = random_bits(state.seed, state.position, ids)
+        return _argmax_of_ratio(scaled, ids, bits), ids
 
     def _scale(self, logits: Array, best: int, temperature: float) -> Array:
         """scaled[V] = (logits - max) / temperature: never above 0, so it can't overflow.
@@ -142,6 +171,22 @@ class Sampler:
         return _argmax_of_ratio(scaled, ids, bits[ids])
 
 
+Outcome = TypeVar("Outcome")
+
+
+def guarded(
+    sample: Callable[[Array, RowState], Outcome], logits: Array, state: RowState
+) -> Outcome | RowFault:
+    """sample(logits [V], state); whatever goes wrong, the other rows go on (C106)."""
+    try:
+        return sample(logits, state)
+    except NothingToSample as error:
+        return RowFault(state.row, str(error))
+    except Exception as error:
+        logger.exception("sampling failed for request %d", state.request_id)
+        return RowFault(state.row, f"sampling failed: {type(error).__name__}: {error}")
+
+
 def _possible_argmax(logits: Array) -> int:
     """Step 0: argmax of logits [V] after NaNs became -inf in place.
 
@@ -152,8 +197,28 @@ def _possible_argmax(logits: Array) -> int:
         logits[np.isnan(logits)] = -np.inf
         best = int(logits.argmax())
     if logits[best] == -np.inf:
-        raise _NothingToSample("the model's logits are all NaN or -inf at this position")
+        raise NothingToSample("the model's logits are all NaN or -inf at this position")
     return best
+
+
+def _apply_processors(stage: Stage, logits: Array, state: RowState) -> None:
+    """The request's plug-ins of one stage, in its order, on one row [V] in place."""
+    for processor in state.processors:
+        if processor.stage == stage:
+            processor.apply(logits)
+            best = logits.max() if logits.size else -np.inf
+            if not best > -np.inf:
+                name = type(processor).__name__
+                raise NothingToSample(f"no token is left to sample: {name} drops them all")
+
+
+def _only(scaled: Array, ids: Array | None) -> Array:
+    """scaled [V] with all but `ids` impossible; None for everything."""
+    if ids is None:
+        return scaled
+    kept = np.full_like(scaled, -np.inf)
+    kept[ids] = scaled[ids]
+    return kept
 
 
 def _argmax_of_ratio(scaled: Array, ids: Array, bits: Array) -> int:

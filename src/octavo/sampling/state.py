@@ -9,6 +9,8 @@ import numpy as np
 from ..kernels.api import Array
 from ..messages import NewRequest
 from ..sampling_params import SamplingParams
+from . import processors
+from .bad_words import BadWords
 
 _MAX_TOKEN_ID = 2**31
 """No vocabulary reaches this far; larger ids are dropped before they overflow an index."""
@@ -62,13 +64,16 @@ class RowState:
 
     __slots__ = (
         "allowed_ids",
+        "bad_words",
         "bias_ids",
         "bias_values",
         "ending_ids",
+        "mask",
         "num_prompt_tokens",
         "num_tokens",
         "output_counts",
         "params",
+        "processors",
         "request_id",
         "row",
         "seed",
@@ -88,6 +93,15 @@ class RowState:
         self.allowed_ids: Array | None = None
         if params.allowed_token_ids is not None:
             self.allowed_ids = token_array(params.allowed_token_ids)
+        self.bad_words: BadWords | None = None
+        if params.bad_words_token_ids:
+            output = start.token_ids[start.num_prompt_tokens :]
+            self.bad_words = BadWords(params.bad_words_token_ids, output)
+        self.processors = processors.make(
+            params, start.token_ids, num_prompt=start.num_prompt_tokens, seed=start.seed
+        )
+        self.mask: bytes | None = None
+        """Packed tokens that the grammar allows, for one step: used up by it."""
         bias: dict[int, float] = {}
         for token_id, value in params.logit_bias:
             if token_id < _MAX_TOKEN_ID:
@@ -111,10 +125,28 @@ class RowState:
     def append(self, token_id: int) -> None:
         """Take note of a token that became part of the output (R84)."""
         self.num_tokens += 1
+        if self.bad_words is not None:
+            self.bad_words.append(token_id)
+        for processor in self.processors:
+            processor.append(token_id)
         if self.seen_counts is not None:
             self.seen_counts.add(token_id)
         if self.output_counts is not None:
             self.output_counts.add(token_id)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether constraints or penalties apply to the next token."""
+        return (
+            self.params.grammar is not None
+            or self.allowed_ids is not None
+            or self.bad_words is not None
+            or bool(self.processors)
+            or self.seen_counts is not None
+            or self.output_counts is not None
+            or bool(self.bias_ids.size)
+            or bool(self.ending_ids.size and self.num_output_tokens < self.params.min_tokens)
+        )
 
     @property
     def position(self) -> int:

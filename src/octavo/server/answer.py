@@ -17,7 +17,7 @@ PromptEvent = tuple[int, StreamEvent]
 
 
 class EchoStream:
-    """An answer without generation: max_tokens=0 with echo needs no engine."""
+    """An answer without generation or scores: max_tokens=0 with echo needs no engine."""
 
     request_id = -1
 
@@ -69,7 +69,7 @@ class Answer:
             self.streams.append(self._submit(job))
 
     def _submit(self, job: Job) -> AnswerStream:
-        if job.params.max_tokens == 0:
+        if job.params.max_tokens == 0 and job.params.prompt_logprobs is None:
             return EchoStream(job)
         return self._engine.submit(job.token_ids, job.params, **self._options)
 

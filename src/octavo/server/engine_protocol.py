@@ -50,6 +50,8 @@ class Tokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    def token_bytes(self, token_id: int) -> bytes: ...
+
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],
@@ -95,6 +97,10 @@ class Engine(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Output tokens that the engine's limits leave to a prompt; below 1: none."""
+        ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...

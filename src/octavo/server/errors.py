@@ -7,6 +7,7 @@ import logging
 from starlette.exceptions import HTTPException
 
 from ..errors import EngineDead, OctavoError, QueueFull, RequestError
+from ..outputs import SHUTTING_DOWN
 
 logger = logging.getLogger("octavo.server")
 
@@ -59,6 +60,13 @@ class ApiError(HTTPException):
 def unavailable(message: str) -> ApiError:
     """503 with Retry-After: clients may come back, here or elsewhere."""
     return ApiError(503, message, headers={"retry-after": str(RETRY_AFTER_SECONDS)})
+
+
+def ended_by(error: str | None) -> ApiError:
+    """What an answer that the engine ended with an error is told."""
+    if error == SHUTTING_DOWN:
+        return unavailable("The server is shutting down.")
+    return ApiError(500, error or "The engine ended this answer with an error.")
 
 
 def to_api_error(error: BaseException, *, draining: bool = False) -> ApiError:

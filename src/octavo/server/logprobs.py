@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from ..outputs import Logprob
@@ -65,6 +67,43 @@ def completion_logprobs(
         "token_logprobs": [finite(entry.logprob) for entry in logprobs],
         "top_logprobs": tops,
         "text_offset": offsets,
+    }
+
+
+def echoed_logprobs(
+    first: Logprob, rest: Sequence[Logprob | None], text: str, *, num_top: int, as_ids: bool
+) -> dict[str, Any]:
+    """completion_logprobs of an echoed prompt: its first token has null where the rest have
+    numbers, and the offsets are those of `text`, the prompt as it is echoed.
+
+    What the tokens say beyond that text (a BOS or a space that encoding put in front) stands
+    before its start.
+    """
+    entries = [first, *(replace(entry, top=entry.top[:num_top]) for entry in rest if entry)]
+    said, shown = b"".join(entry.token_bytes for entry in entries), text.encode()
+    found = completion_logprobs(entries, as_ids=as_ids, offset=0, end=len(text))
+    if len(said) != len(shown) and said.endswith(shown):
+        start = len(said) - len(shown)
+        ends = accumulate((len(entry.token_bytes) for entry in entries), initial=-start)
+        offsets = [len(shown[: max(0, end)].decode("utf-8", "ignore")) for end in ends]
+        found["text_offset"] = offsets[:-1]
+    found["token_logprobs"][0] = found["top_logprobs"][0] = None
+    return found
+
+
+def prompt_logprobs(entries: Sequence[Logprob | None], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each prompt token null (the first), or entries by token id."""
+    return [None if entry is None else _by_token_id(entry, num_top) for entry in entries]
+
+
+def _by_token_id(entry: Logprob, num_top: int) -> dict[str, Any]:
+    return {
+        str(each.token_id): {
+            "logprob": finite(each.logprob),
+            "rank": each.rank,
+            "decoded_token": each.token,
+        }
+        for each in (entry, *entry.top[:num_top])
     }
 
 

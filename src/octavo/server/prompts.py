@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..engine.chat_messages import parse_tool_calls
 from ..errors import RequestError
 
 MAX_PROMPTS = 1024
@@ -58,7 +59,8 @@ def _token_ids(ids: list[Any]) -> list[int]:
 
 
 def parse_messages(value: Any) -> list[dict[str, Any]]:
-    """Messages of a chat, each as {"role", "content": str} plus "name" if it has one.
+    """Messages of a chat, each as {"role", "content": str} plus the name, the tool calls (with
+    arguments as an object), the id of the answered call and the reasoning that it has.
 
     Parts of type text are joined with newlines. Raises RequestError that says which message is
     at fault.
@@ -75,15 +77,25 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         text = f"{where}.role is {str(role)[:64]!r}, but must be one of {', '.join(ROLES)}"
         raise RequestError(text, param="messages")
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if value.get(name):
             raise RequestError(f"{where}.{name} is not supported yet", param="messages")
+    calls = value.get("tool_calls")
+    if calls and role != "assistant":
+        raise RequestError(f"{where}.tool_calls: only an assistant calls", param="messages")
+    content = value.get("content")
     message = {
         "role": role,
-        "content": _content(value.get("content"), where),
+        "content": "" if calls and content in (None, []) else _content(content, where),
     }
-    if isinstance(value.get("name"), str):
-        message["name"] = value["name"]
+    if calls:
+        message["tool_calls"] = parse_tool_calls(calls, f"{where}.tool_calls")
+    for name in ("name", "tool_call_id"):
+        if isinstance(value.get(name), str):
+            message[name] = value[name]
+    reasoning = value.get("reasoning") or value.get("reasoning_content")
+    if isinstance(reasoning, str):
+        message["reasoning_content"] = reasoning
     return message
 
 

@@ -7,47 +7,25 @@ yet, is refused: better a clear no than an answer to another question.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RequestError
 from ..sampling_params import MAX_LOGPROBS
+from .fields import Fields, not_yet
 from .prompts import parse_messages, parse_prompt
-
-logger = logging.getLogger("octavo.server")
+from .structured import parse_structured
+from .tools import Tools, parse_tools
 
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
-    *("allowed_token_ids", "timeout"),
+    *("allowed_token_ids", "bad_words", "logprobs_mode", "logprob_token_ids", "prompt_logprobs"),
+    "timeout",
 )
 """Passed on as they are: SamplingParams checks them."""
 
 SAMPLING_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-
-HARMLESS_FIELDS = frozenset(
-    {
-        *("metadata", "store", "service_tier", "parallel_tool_calls", "stream_interval"),
-        *("kv_transfer_params", "vllm_xargs", "request_id", "session_id", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prediction", "verbosity"),
-        *("reasoning_effort", "include_reasoning", "spaces_between_special_tokens"),
-        *("length_penalty", "early_stopping", "mm_processor_kwargs"),
-    }
-)
-"""Known, and without effect on an answer here."""
-
-NOT_YET_FIELDS = frozenset(
-    {
-        *("suffix", "use_beam_search", "bad_words", "prompt_logprobs", "logprob_token_ids"),
-        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("thinking_token_budget", "repetition_detection", "return_prompt_text", "documents"),
-        *("chat_template", "prompt_embeds", "functions", "function_call", "audio"),
-        *("web_search_options", "logits_processors"),
-    }
-)
-"""Known, but not built: refused unless the value asks for nothing (false, "", [], {})."""
 
 MAX_SALT_CHARS = 128
 
@@ -71,6 +49,8 @@ class GenerateRequest:
     truncate_left: bool = True
     return_token_ids: bool = False
     tokens_as_ids: bool = False
+    prompt_logprobs: int | None = None
+    """Alternatives at each prompt token, in vLLM's form; None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +59,8 @@ class CompletionRequest(GenerateRequest):
 
     prompts: list[str] | list[list[int]]
     echo: bool = False
+    logprobs: int | None = None
+    """Alternatives at each token; with echo, of the prompt too."""
     add_special_tokens: bool = True
 
 
@@ -90,64 +72,8 @@ class ChatRequest(GenerateRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-class Fields:
-    """Reads one JSON object field by field, and knows at the end which were never asked for."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.body = body
-        self.known: set[str] = {"model"}
-
-    def take(self, name: str) -> Any:
-        """The value as sent; None if it is null or missing."""
-        self.known.add(name)
-        return self.body.get(name)
-
-    def _typed(self, name: str, wanted: str, is_right: Callable[[Any], bool]) -> Any:
-        value = self.take(name)
-        if value is not None and not is_right(value):
-            raise RequestError(f"{name} is {value!r}, but must be {wanted}", param=name)
-        return value
-
-    def flag(self, name: str, *, default: bool = False) -> bool:
-        value = self._typed(name, "true or false", lambda x: type(x) is bool)
-        return default if value is None else bool(value)
-
-    def integer(self, name: str) -> int | None:
-        value: int | None = self._typed(name, "a whole number", lambda x: type(x) is int)
-        return value
-
-    def string(self, name: str) -> str | None:
-        value: str | None = self._typed(name, "a string", lambda x: type(x) is str)
-        return value
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        return self._typed(name, "an object", lambda x: type(x) is dict) or {}
-
-    def refuse_not_yet(self) -> None:
-        """Raises RequestError for a field whose effect is not built and is asked for."""
-        self.known |= NOT_YET_FIELDS | HARMLESS_FIELDS
-        for name in sorted(NOT_YET_FIELDS & self.body.keys()):
-            if not asks_for_nothing(self.body[name]):
-                raise not_yet(name)
-
-    def log_unknown(self) -> None:
-        """One line for all fields that nobody read."""
-        unknown = [name[:64] for name in self.body if name not in self.known]
-        if unknown:
-            more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
-            logger.info("ignored unknown request fields: %r%s", unknown[:10], more)
-
-
-def asks_for_nothing(value: object) -> bool:
-    """Whether a value is a way to say "no, thanks"."""
-    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
-
-
-def not_yet(what: str) -> RequestError:
-    """The refusal of a field that is known but not built."""
-    return RequestError(f"{what} is not supported yet", param=what)
+    tools: Tools | None = None
+    include_reasoning: bool = True
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
@@ -160,16 +86,17 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     logprobs = fields.integer("logprobs")
     if logprobs is not None:
         sampling["logprobs"] = logprobs
-        if echo:
-            raise RequestError("echo together with logprobs is not supported yet", param="echo")
-    if sampling["max_tokens"] == 0 and not echo:
-        text = "max_tokens is 0: nothing to generate; only echo=true may ask for that"
+        if echo and 0 <= logprobs <= MAX_LOGPROBS:
+            sampling["prompt_logprobs"] = max(logprobs, shared["prompt_logprobs"] or 0)
+    if sampling["max_tokens"] == 0 and not echo and shared["prompt_logprobs"] is None:
+        text = "max_tokens is 0: nothing to generate; only echo or prompt_logprobs may ask for that"
         raise RequestError(text, param="max_tokens")
     _check_best_of(fields.integer("best_of"), sampling.get("n", 1))
     request = CompletionRequest(
         **shared,
         prompts=parse_prompt(fields.take("prompt")),
         echo=echo,
+        logprobs=logprobs,
         add_special_tokens=fields.flag("add_special_tokens", default=True),
     )
     fields.log_unknown()
@@ -189,7 +116,11 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     if isinstance(limit, int) and limit < 1:
         raise RequestError(f"{name} is {limit!r}, but must be 1 or above", param=name)
     _chat_logprobs(fields, sampling)
-    _refuse_tools(fields)
+    tools = parse_tools(fields)
+    if tools is not None:
+        if "grammar" in sampling:
+            raise RequestError("tools together with another form are not supported", param="tools")
+        sampling["grammar"] = tools.grammar()
     for name in ("add_special_tokens", "echo"):
         if fields.flag(name):
             raise not_yet(name)
@@ -204,6 +135,8 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
         add_generation_prompt=generation_prompt,
         continue_final_message=continues,
         template_kwargs=template_kwargs(fields.mapping("chat_template_kwargs")),
+        tools=tools,
+        include_reasoning=fields.flag("include_reasoning", default=True),
     )
     fields.log_unknown()
     return request
@@ -223,15 +156,26 @@ def template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _shared(fields: Fields) -> dict[str, Any]:
     """Arguments that both kinds of request have in common."""
     fields.refuse_not_yet()
-    _check_response_format(fields)
+    if fields.take("modalities") not in (None, [], ["text"]):
+        raise RequestError("modalities other than text are not supported", param="modalities")
     sampling = {name: value for name in SAMPLING_FIELDS if (value := fields.take(name)) is not None}
     for name in SAMPLING_FLAGS:
         if fields.take(name) is not None:
             sampling[name] = fields.flag(name)
+    processors = fields.mapping("logits_processors")
+    if processors:
+        sampling["logits_processors"] = processors
     bias = fields.mapping("logit_bias")
     if bias:
         sampling["logit_bias"] = _logit_bias(bias)
+    grammar = parse_structured(fields)
+    if grammar is not None:
+        sampling["grammar"] = grammar
     stream = fields.flag("stream")
+    prompt_logprobs = fields.integer("prompt_logprobs")
+    if prompt_logprobs is not None and stream:
+        text = "prompt_logprobs are not sent with stream=true; echo with logprobs is"
+        raise RequestError(text, param="prompt_logprobs")
     options = Fields(fields.mapping("stream_options"))
     if options.body and not stream:
         raise RequestError("stream_options needs stream=true", param="stream_options")
@@ -248,6 +192,7 @@ def _shared(fields: Fields) -> dict[str, Any]:
         "truncate_left": _truncation_side(fields.string("truncation_side")),
         "return_token_ids": fields.flag("return_token_ids"),
         "tokens_as_ids": fields.flag("return_tokens_as_token_ids"),
+        "prompt_logprobs": prompt_logprobs,
     }
 
 
@@ -286,17 +231,6 @@ def _truncation_side(side: str | None) -> bool:
     return side != "right"
 
 
-def _check_response_format(fields: Fields) -> None:
-    response_format = fields.mapping("response_format")
-    if response_format and response_format.get("type") != "text":
-        raise RequestError(
-            'response_format other than {"type": "text"} is not supported yet',
-            param="response_format",
-        )
-    if fields.take("modalities") not in (None, [], ["text"]):
-        raise RequestError("modalities other than text are not supported", param="modalities")
-
-
 def _check_best_of(best_of: int | None, n: object) -> None:
     """best_of = n asks for nothing; sglang's benchmark sends best_of 1."""
     if best_of is None or best_of == n:
@@ -317,12 +251,3 @@ def _chat_logprobs(fields: Fields, sampling: dict[str, Any]) -> None:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     if wanted:
         sampling["logprobs"] = top or 0
-
-
-def _refuse_tools(fields: Fields) -> None:
-    """Tools that may not be called anyway (tool_choice none) change nothing."""
-    tools, choice = fields.take("tools"), fields.take("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise not_yet("tool_choice")
-    if not asks_for_nothing(tools) and choice != "none":
-        raise not_yet("tools")

@@ -19,6 +19,7 @@ import uvicorn
 from ..errors import OctavoError
 from .app import App, check_api_key, make_app
 from .engine_protocol import Engine
+from .http_limits import LimitedProtocol
 from .wire import ApiKey
 
 FLUSH_SECONDS = 1.0
@@ -34,6 +35,8 @@ def bind(host: str, port: int) -> socket.socket:
     It listens at once, so that the port is ours while the model loads; clients that come
     earlier wait.
     """
+    if not host.strip():
+        raise OctavoError("host is empty: give 127.0.0.1, or 0.0.0.0 for every address")
     if not 0 <= port <= 65535:
         raise OctavoError(f"port {port} is no port: choose one from 1 to 65535")
     try:
@@ -135,7 +138,7 @@ def make_server(app: App, *, shutdown_timeout: float = 30.0) -> DrainingServer:
     """An HTTP server for the app; `run(sockets=[...])` serves until it is told to end."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=LimitedProtocol,
         loop="uvloop" if sys.platform != "win32" else "asyncio",
         ws="none",
         lifespan="off",
@@ -198,7 +201,7 @@ def _fail(error: OctavoError) -> int:
 
 def _url(host: str, listener: socket.socket) -> str:
     port = listener.getsockname()[1]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     if ":" in shown and not shown.startswith("["):
         shown = f"[{shown}]"
     return f"http://{shown}:{port}"

@@ -10,16 +10,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..outputs import StreamEvent
+from ..errors import RequestError
+from ..outputs import Logprob, StreamEvent
 from .answer import Answer, PromptEvent
-from .errors import ApiError, to_api_error, unavailable
-from .logprobs import chat_logprobs, completion_logprobs
+from .errors import ended_by, to_api_error, unavailable
+from .logprobs import chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
+from .parts import AnswerForm, AnswerParser, Parts
 from .protocol import GenerateRequest
 from .translate import Job
 from .wire import JsonResponse, encode_json
@@ -31,9 +34,10 @@ DONE = b"data: [DONE]\n\n"
 class ChoiceState:
     """What one answer has sent so far."""
 
-    __slots__ = ("num_chars", "num_generated", "started")
+    __slots__ = ("num_chars", "num_generated", "parser", "started")
 
-    def __init__(self) -> None:
+    def __init__(self, form: AnswerForm | None) -> None:
+        self.parser = None if form is None else AnswerParser(form)
         self.started = False
         self.num_chars = 0
         self.num_generated = 0
@@ -46,7 +50,7 @@ class Shape(Protocol):
     chunk_object: str
     plain_object: str
 
-    def chunk(self, text: str, logprobs: Any, *, first: bool) -> dict[str, Any]:
+    def chunk(self, parts: Parts, logprobs: Any, *, first: bool) -> dict[str, Any]:
         """The part of a chunk's choice that carries the text."""
         ...
 
@@ -60,6 +64,10 @@ class Shape(Protocol):
         """Fold the text of a chunk's choice into a plain one."""
         ...
 
+    def end(self, choice: dict[str, Any]) -> None:
+        """Complete a plain choice after its last chunk."""
+        ...
+
 
 class ChatShape:
     """Choices of /v1/chat/completions."""
@@ -68,8 +76,14 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
     plain_object = "chat.completion"
 
-    def chunk(self, text: str, logprobs: Any, *, first: bool) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": text} if first else {"content": text}
+    def chunk(self, parts: Parts, logprobs: Any, *, first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        if parts.reasoning:
+            delta |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
+        if parts.tool_calls:
+            delta["tool_calls"] = parts.tool_calls
+        if parts.content or not (parts.reasoning or parts.tool_calls):
+            delta["content"] = parts.content
         return {"delta": delta, "logprobs": logprobs}
 
     def logprobs(self, event: StreamEvent, offset: int, end: int, *, as_ids: bool) -> Any:
@@ -79,7 +93,23 @@ class ChatShape:
         return {"message": {"role": "assistant", "content": "", "refusal": None}}
 
     def add_text(self, choice: dict[str, Any], chunk: dict[str, Any]) -> None:
-        choice["message"]["content"] += chunk["delta"]["content"]
+        message, delta = choice["message"], chunk["delta"]
+        message["content"] += delta.get("content", "")
+        for name in ("reasoning", "reasoning_content"):
+            if name in delta:
+                message[name] = message.get(name, "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if "id" in call:
+                function = dict(call["function"])
+                calls.append({"id": call["id"], "type": call["type"], "function": function})
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+
+    def end(self, choice: dict[str, Any]) -> None:
+        message = choice["message"]
+        if "tool_calls" in message and not message["content"]:
+            message["content"] = None
 
 
 class CompletionShape:
@@ -89,8 +119,8 @@ class CompletionShape:
     chunk_object = "text_completion"
     plain_object = "text_completion"
 
-    def chunk(self, text: str, logprobs: Any, *, first: bool) -> dict[str, Any]:
-        return {"text": text, "logprobs": logprobs}
+    def chunk(self, parts: Parts, logprobs: Any, *, first: bool) -> dict[str, Any]:
+        return {"text": parts.content, "logprobs": logprobs}
 
     def logprobs(self, event: StreamEvent, offset: int, end: int, *, as_ids: bool) -> Any:
         return completion_logprobs(event.logprobs, as_ids=as_ids, offset=offset, end=end)
@@ -100,6 +130,9 @@ class CompletionShape:
 
     def add_text(self, choice: dict[str, Any], chunk: dict[str, Any]) -> None:
         choice["text"] += chunk["text"]
+
+    def end(self, choice: dict[str, Any]) -> None:
+        """The text is all there is."""
 
 
 class ResponseBuilder:
@@ -120,7 +153,7 @@ class ResponseBuilder:
         self.streams = answer.streams
         self.n = jobs[0].params.n
         self.wants_logprobs = jobs[0].params.logprobs is not None
-        self.states = [ChoiceState() for _ in range(self.n * len(jobs))]
+        self.states = [ChoiceState(job.form) for job in jobs for _ in range(self.n)]
         self.num_cached = [0] * len(jobs)
         self.envelope = self._envelope(model)
 
@@ -143,18 +176,21 @@ class ResponseBuilder:
 
     def choice(self, prompt: int, event: StreamEvent) -> dict[str, Any]:
         """The choice of the chunk for one event. Raises ApiError if the event is an error."""
+        if event.refused:
+            raise RequestError(event.error or "the request was refused")
         if event.finish_reason == "error":
-            raise ApiError(500, event.error or "The engine ended this answer with an error.")
+            raise ended_by(event.error)
         if event.finish_reason == "timeout" and not any(state.started for state in self.states):
             raise unavailable("The request timed out before it could start.")
         index = prompt * self.n + event.index
         state = self.states[index]
         first = not state.started
         text = event.text
+        offset = state.num_chars
         if first:
             state.started = True
             text = self.jobs[prompt].echo + text
-        offset = state.num_chars
+            offset = len(self.jobs[prompt].echo)
         state.num_chars += len(text)
         state.num_generated = event.num_generated_tokens
         if event.index == 0:
@@ -163,15 +199,37 @@ class ResponseBuilder:
         if self.wants_logprobs:
             as_ids = self.request.tokens_as_ids
             logprobs = self.shape.logprobs(event, offset, state.num_chars, as_ids=as_ids)
-        choice = {"index": index, **self.shape.chunk(text, logprobs, first=first)}
-        choice["finish_reason"] = event.finish_reason
+            if first and event.prompt_logprobs is not None:
+                self._echo_logprobs(self.jobs[prompt], event.prompt_logprobs, logprobs)
+        parts, reason = Parts(text), event.finish_reason
+        if state.parser is not None:
+            parts = state.parser.push(text, final=reason is not None)
+            reason = None if reason is None else state.parser.finish_reason(reason)
+        choice = {"index": index, **self.shape.chunk(parts, logprobs, first=first)}
+        choice["finish_reason"] = reason
         if event.finish_reason is not None:
             choice["stop_reason"] = event.stop_reason
+        num_top = self.request.prompt_logprobs
+        if num_top is not None and event.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(event.prompt_logprobs, num_top)
         if self.request.return_token_ids:
             choice["token_ids"] = event.token_ids
             if first and isinstance(self.shape, CompletionShape):
                 choice["prompt_token_ids"] = self.streams[prompt].prompt_token_ids
         return choice
+
+    def _echo_logprobs(
+        self, job: Job, entries: Sequence[Logprob | None], logprobs: dict[str, Any]
+    ) -> None:
+        """Put those of the prompt before those of the answer, where it is echoed."""
+        if job.first_token is None:
+            return
+        num_top, as_ids = job.params.logprobs or 0, self.request.tokens_as_ids
+        echoed = echoed_logprobs(
+            job.first_token, entries[1:], job.echo, num_top=num_top, as_ids=as_ids
+        )
+        for name, values in echoed.items():
+            logprobs[name] = values + logprobs[name]
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far: each prompt counts once, each of its n answers by itself."""
@@ -244,6 +302,8 @@ async def _chunks(
     yield first
     try:
         async for prompt, event in events:
+            if event.finish_reason == "error" and event.text:  # held back until now
+                yield writer.chunk(prompt, replace(event, finish_reason=None))
             yield writer.chunk(prompt, event)
         end = writer.end()
     except Exception as error:
@@ -265,7 +325,12 @@ async def plain_response(events: Events, answer: Answer, builder: ResponseBuilde
     if answer.gone:
         raise ClientDisconnect
     choices = [folded[index] for index in sorted(folded)]
+    for choice in choices:
+        shape.end(choice)
     body = {**builder.envelope, "object": shape.plain_object, "choices": choices}
+    if isinstance(shape, ChatShape) and "prompt_logprobs" in choices[0]:
+        scores = [choice.pop("prompt_logprobs") for choice in choices]
+        body["prompt_logprobs"] = scores[0]  # of the one prompt, whatever n is
     return JsonResponse({**body, "usage": builder.usage()})
 
 
@@ -278,7 +343,7 @@ def fold(shape: Shape, choice: dict[str, Any], chunk: dict[str, Any]) -> None:
         lists = choice.setdefault("logprobs", {})
         for name, values in chunk["logprobs"].items():
             lists.setdefault(name, []).extend(values)
-    for name in ("finish_reason", "stop_reason", "prompt_token_ids"):
+    for name in ("finish_reason", "stop_reason", "prompt_token_ids", "prompt_logprobs"):
         if name in chunk:
             choice[name] = chunk[name]
     if "token_ids" in chunk:

@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import RequestError
+from ..outputs import Logprob
 from ..sampling_params import SamplingParams
 from .engine_protocol import Engine
+from .parts import END_THINK, THINK, AnswerForm
 from .protocol import ChatRequest, CompletionRequest, GenerateRequest
+from .tools import with_tools
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -32,8 +35,14 @@ class Job(NamedTuple):
     echo: str = ""
     """Text to put in front of each answer."""
 
+    first_token: Logprob | None = None
+    """Where echo comes with logprobs: the prompt's first token, which has none."""
+
     num_truncated: int = 0
     """Prompt tokens cut away, since the client asked for that (C55)."""
+
+    form: AnswerForm | None = None
+    """Parts to look for in each answer."""
 
 
 def build_params(
@@ -58,7 +67,29 @@ async def chat_jobs(request: ChatRequest, engine: Engine) -> list[Job]:
     token_ids = await render_chat(request, engine)
     kept = truncate(token_ids, request, engine.max_model_len, params.max_tokens or 1)
     _check_room(len(kept), params.max_tokens, engine.max_model_len, "messages")
-    return [Job(kept, params, num_truncated=len(token_ids) - len(kept))]
+    form = _form_of(request, token_ids, engine)
+    if form is not None and form.thinking and params.grammar is not None:
+        held = dataclasses.replace(params.grammar, thinking=form.thinking)
+        params = dataclasses.replace(params, grammar=held)
+    return [Job(kept, params, num_truncated=len(token_ids) - len(kept), form=form)]
+
+
+def _form_of(request: ChatRequest, token_ids: list[int], engine: Engine) -> AnswerForm | None:
+    """The parts of an answer: a template that writes </think> is one of a model that thinks."""
+    tools = "" if request.tools is None else request.tools.choice
+    thinking = ""
+    if END_THINK in template_source(engine) and request.add_generation_prompt:
+        end = engine.tokenizer.decode(token_ids[-8:], skip_special_tokens=False).rstrip()
+        thinking = "open" if end.endswith(THINK) else "" if end.endswith(END_THINK) else "may"
+    if not tools and not thinking:
+        return None
+    return AnswerForm(thinking, tools, request.include_reasoning)
+
+
+def template_source(engine: Engine) -> str:
+    """The text of the model's chat template."""
+    template = engine.tokenizer.chat_template
+    return template if isinstance(template, str) else getattr(template, "source", "")
 
 
 async def render_chat(request: ChatRequest, engine: Engine) -> list[int]:
@@ -67,14 +98,15 @@ async def render_chat(request: ChatRequest, engine: Engine) -> list[int]:
     if tokenizer.chat_template is None:
         text = "this model has no chat template; use /v1/completions"
         raise RequestError(text, param="messages")
-    size = sum(len(message["content"]) for message in request.messages)
+    messages, tools = with_tools(request.messages, request.tools, template_source(engine))
+    size = sum(len(message["content"]) for message in messages)
     token_ids = await off_loop(
         size,
         lambda: tokenizer.apply_chat_template(
-            request.messages,
+            messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            template_kwargs=request.template_kwargs,
+            template_kwargs={**request.template_kwargs, **tools},
         ),
     )
     if not token_ids:
@@ -97,13 +129,17 @@ async def completion_jobs(request: CompletionRequest, engine: Engine) -> list[Jo
         kept = truncate(token_ids, request, limit, 1 if default_max_tokens else params.max_tokens)
         if default_max_tokens:
             _check_room(len(kept), None, limit, "prompt")
-            room = min(COMPLETION_MAX_TOKENS, limit - len(kept))
+            room = max(1, min(COMPLETION_MAX_TOKENS, engine.max_output_tokens(len(kept))))
             own = params if room == COMPLETION_MAX_TOKENS else _shorter(params, room)
         else:
             _check_room(len(kept), params.max_tokens, limit, "prompt")
             own = params
         echo = _echo_text(prompt, token_ids, kept, engine) if request.echo else ""
-        jobs.append(Job(kept, own, echo, len(token_ids) - len(kept)))
+        first = None
+        if request.echo and request.logprobs is not None:
+            text, data = engine.tokenizer.token_text(kept[0]), engine.tokenizer.token_bytes(kept[0])
+            first = Logprob(kept[0], text, data, 0.0)
+        jobs.append(Job(kept, own, echo, first, len(token_ids) - len(kept)))
     return jobs
 
 

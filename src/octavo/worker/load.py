@@ -16,7 +16,7 @@ from .model_runner import ModelRunner
 
 def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor:
     """Load backend, weights and KV pool. Raises ConfigError, ModelLoadError."""
-    from ..sampling.sampler import Sampler
+    from ..sampling.native import make_sampler
     from ..sampling.state import RowState
 
     max_model_len = resolve_max_model_len(config, checkpoint)
@@ -54,7 +54,7 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
             max_model_len=max_model_len,
             block_size=config.cache.block_size,
         ),
-        sampler=Sampler(model.config.vocab_size),
+        sampler=make_sampler(model.config.vocab_size, kernels.sampling),
         new_row_state=RowState.from_new_request,
         forward=captured,
     )

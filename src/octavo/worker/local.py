@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ..messages import SchedulerOutput, StepResult
+from ..sampling import processors
+from ..sampling_params import SamplingParams
 from .model_runner import ModelRunner
 
 
@@ -28,6 +30,10 @@ class LocalExecutor:
     def describe(self) -> dict[str, str]:
         """For the start-up report: backend, dtype, memory of weights and KV pool, ..."""
         return dict(self._report)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise RequestError for logits processors that are unknown or set wrongly."""
+        processors.make(params, (), num_prompt=0, seed=0)
 
     def close(self) -> None:
         """Give back weights, pool and scratch memory; no step can be submitted any more."""

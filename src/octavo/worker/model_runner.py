@@ -6,9 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..kernels.api import Arena, Array, Forward, KVCache
-from ..messages import NewRequest, RowFault, SampledToken, SchedulerOutput, StepResult
+from ..messages import (
+    NewRequest,
+    RowFault,
+    SampledToken,
+    SchedulerOutput,
+    StepResult,
+    TokenLogprobs,
+)
 from ..models.registry import Model
 from .input_batch import InputBatch
+from .prompt_scores import PromptScores
 
 if TYPE_CHECKING:
     from ..sampling.state import RowState
@@ -20,6 +28,13 @@ class Sampler(Protocol):
     def sample(self, logits: Array, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:
         """One outcome for each row of logits [S, V] float32, which may be overwritten. A row
         that fails for whatever reason is a RowFault, never an exception."""
+        ...
+
+    def score(
+        self, logits: Array, token_ids: Sequence[int], num_tops: Sequence[int]
+    ) -> list[TokenLogprobs | None]:
+        """Raw log probabilities of prompt tokens [n] after logits [n, V], which may be
+        overwritten; None where the logits are no numbers."""
         ...
 
 
@@ -47,20 +62,36 @@ class ModelRunner:
         self.new_row_state = new_row_state
         self.row_states: dict[int, RowState | RowFault] = {}
         """By row; a RowFault where a request's state could not even be built."""
+        self.prompt_scores = PromptScores(
+            lambda *args: self.sampler.score(*args), input_batch.token_ids
+        )
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Compute one step. A row that fails is reported in `faults`, and the rest go on."""
         for new in plan.starts:
             self.input_batch.start(new)
             self.row_states[new.row] = self._start(new)
+            self.prompt_scores.start(new)
         if not plan.scheduled:
             return StepResult(plan.step, ())
         self.arena.reset()
         batch = self.input_batch.build(plan)
-        logits = self.forward(batch, self.kv_cache, self.arena)
+        scores = self.prompt_scores.of_step(plan, batch)
+        if scores is None:
+            logits = self.forward(batch, self.kv_cache, self.arena)
+        else:
+            logits = self.model.forward(batch, self.kv_cache, self.arena, extra=scores.extra)
         rows = [s.row for s in plan.scheduled if s.samples]
+        for row, mask in plan.masks:
+            state = self.row_states[row]
+            if not isinstance(state, RowFault):
+                state.mask = mask
         sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
-        return StepResult(plan.step, sampled, faults)
+        if scores is None:
+            return StepResult(plan.step, sampled, faults)
+        prompt_logprobs, unscored = scores.results()
+        failed = {fault.row: fault for fault in (*unscored, *faults)}
+        return StepResult(plan.step, sampled, tuple(failed.values()), prompt_logprobs)
 
     def _start(self, new: NewRequest) -> RowState | RowFault:
         try:

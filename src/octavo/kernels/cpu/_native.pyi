@@ -113,3 +113,24 @@ class Ops:
     ) -> None: ...
     def silu_and_mul(self, gate_up: Array, out: Array) -> None: ...
     def gather_rows(self, x: Array, indices: Array, out: Array) -> None: ...
+    def sample(
+        self,
+        logits: Array,
+        rows: Array,
+        temperature: Array,
+        min_p_floor: Array,
+        top_k: Array,
+        top_p: Array,
+        seeds: Array,
+        positions: Array,
+        out: Array,
+    ) -> None: ...
+    def logprobs(
+        self,
+        logits: Array,
+        rows: Array,
+        token_ids: Array,
+        log_sum_exps: Array,
+        ranks: Array,
+        top: Array,
+    ) -> None: ...

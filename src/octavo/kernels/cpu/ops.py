@@ -10,10 +10,11 @@ import numpy as np
 
 from ...checkpoint import StoredRows
 from ...errors import ConfigError
-from ..api import Arena, Array, Forward, KVCache, Linear, StepBatch
+from ..api import Arena, Array, Forward, KVCache, Linear, SamplingKernels, StepBatch
 from ..arena import NumpyArena
 from . import _native
 from .capture import Captured, CapturedForward, CaptureError, Recorder, TracingArena
+from .pages import describe_huge_pages
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)
@@ -56,7 +57,9 @@ class CpuKernels:
         self.stored_kinds = frozenset(kinds) - {"F32"}
         self._int8 = quantization == "int8"
         self._packed_kinds: set[str] = set()
-        self._ops: _native.Ops | Recorder = _native.Ops(level, dtype == FLOAT32)
+        native = _native.Ops(level, dtype == FLOAT32)
+        self._ops: _native.Ops | Recorder = native
+        self.sampling: SamplingKernels | None = native
 
     def describe(self) -> dict[str, str]:
         """What runs, for the start-up report."""
@@ -66,6 +69,7 @@ class CpuKernels:
             "threads": str(_native.num_threads()),
             "dtype": str(self.dtype),
             "weight format": ", ".join(sorted(self._packed_kinds)) or str(self.dtype),
+            "huge pages": describe_huge_pages(),
         }
 
     def make_arena(self) -> Arena:

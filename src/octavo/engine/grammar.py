@@ -1,0 +1,251 @@
+"""Structured output: which tokens may come next, for each request that asks for a form.
+
+A matcher belongs to its request and follows its tokens, so a preemption does not touch it, and the
+n answers to one prompt have one each. The executor receives packed masks alone, and samples nothing
+without one. Whatever goes wrong here ends that request with an error: no answer ever goes on free
+of the form it was promised in (C71).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..errors import RequestError
+from ..grammar_spec import GrammarSpec
+from ..messages import SchedulerOutput, TokenEvent
+from ..request import Request
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+logger = logging.getLogger("octavo")
+
+COMPLETE = "complete"
+"""finish_reason of a TokenEvent whose last token completes the grammar, and is text: "stop"."""
+
+MAX_COMPILED = 64
+"""Grammars kept for the next request that asks for the same."""
+
+COMPILE_SECONDS = 10.0
+"""Until a request whose grammar still waits or compiles is refused; a compilation itself is
+bounded by the library's limits, below a second."""
+
+
+class GrammarFault(Exception):
+    """The matcher refused a token or found no mask; the text is for the user."""
+
+
+class Matcher:
+    """Where one answer stands in its grammar."""
+
+    __slots__ = ("_matcher", "mask", "num_tokens")
+
+    def __init__(self, compiled: LLMatcher) -> None:
+        """`compiled` is left as it is. Raises GrammarFault."""
+        self._matcher = compiled.deep_copy()
+        self.num_tokens = 0
+        """Tokens taken so far."""
+        self.mask = b""
+        """Which tokens may come next: bit i % 8, the lowest first, of byte i // 8."""
+        self._fill()
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        """Take tokens; whether nothing can follow them. Raises GrammarFault."""
+        for token_id in token_ids:
+            if not self._matcher.consume_token(token_id):
+                raise GrammarFault(f"the grammar refused token {token_id}: {self._why()}")
+            self.num_tokens += 1
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            return True
+        self._fill()
+        return False
+
+    def _fill(self) -> None:
+        self.mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise GrammarFault(f"the grammar failed: {self._why()}")
+
+    def _why(self) -> str:
+        return self._matcher.get_error().partition("<")[0].strip() or "no reason given"
+
+
+class Grammars:
+    """Compiles grammars, from any thread; holds the matchers of the engine's live requests."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._vocabulary_lock = threading.Lock()
+        self.live: dict[int, Matcher] = {}
+        """By request id; for the engine's thread alone."""
+
+    def is_compiled(self, spec: GrammarSpec) -> bool:
+        """Whether compile() would return at once."""
+        with self._lock:
+            return spec in self._compiled
+
+    def compile(self, spec: GrammarSpec) -> LLMatcher:
+        """The matcher to copy for this grammar. Raises RequestError that says what is wrong."""
+        with self._lock:
+            if (compiled := self._compiled.get(spec)) is not None:
+                self._compiled.move_to_end(spec)
+                return compiled
+        from llguidance import LLMatcher
+
+        with self._vocabulary_lock:
+            vocabulary = self._vocabulary
+        compiled = LLMatcher(vocabulary, _source_of(spec), log_level=0, limits=_limits())
+        if compiled.is_error():
+            reason = compiled.get_error().partition("<non-verbose")[0].strip()
+            text = reason.replace("Unimplemented keys:", "unsupported keywords in the JSON schema:")
+            raise RequestError(f"the grammar can't be used: {text}", param="grammar")
+        with self._lock:
+            self._compiled[spec] = compiled
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def start(self, request: Request) -> None:
+        """Give a request its matcher, if it asks for a form. Raises RequestError."""
+        spec = request.params.grammar
+        if spec is None:
+            return
+        try:
+            self.live[request.request_id] = Matcher(self.compile(spec))
+        except GrammarFault as fault:
+            raise RequestError(str(fault), param="grammar") from fault
+
+    def drop(self, request_id: int) -> None:
+        """The request ended, or never began."""
+        self.live.pop(request_id, None)
+
+    def masked(self, plan: SchedulerOutput, requests: Mapping[int, Request]) -> SchedulerOutput:
+        """The plan with the masks of its rows."""
+        rows = ((requests[i].row, m.mask) for i, m in self.live.items() if i in requests)
+        return plan._replace(masks=tuple((row, mask) for row, mask in rows if row is not None))
+
+    def advance(self, event: TokenEvent) -> TokenEvent:
+        """Take the tokens of an event. It comes back with an end where the grammar puts one:
+        finish_reason "complete", or "error" without the tokens that the grammar refused."""
+        matcher = self.live.get(event.request_id)
+        if matcher is None:
+            return event
+        if event.finish_reason is not None:
+            self.drop(event.request_id)
+            return event
+        try:
+            if not matcher.advance(event.token_ids):
+                return event
+        except Exception as fault:
+            if not isinstance(fault, GrammarFault):
+                logger.exception("the grammar of request %d failed", event.request_id)
+            self.drop(event.request_id)
+            error = str(fault) or f"internal error in the grammar: {type(fault).__name__}"
+            return TokenEvent(event.request_id, (), (), "error", None, error)
+        self.drop(event.request_id)
+        return event._replace(finish_reason=COMPLETE)
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        """The tokens as bytes; control tokens never match text, and those past the end nothing."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        # Each half holds Python's lock for about 80 ms; streams that run may go on in between.
+        wrapper = TokenizerWrapper(_Vocabulary(self))
+        bare = LLTokenizer(wrapper, eos_token=self.eos_ids(), slices=[])
+        time.sleep(0.01)
+        return bare.with_slices(LLTokenizer.general_slices())
+
+    def eos_ids(self) -> list[int]:
+        """What ends an answer; a model without such a token gets one that it can't produce."""
+        return self._eos_token_ids or [self._vocab_size]
+
+    def tokens(self) -> list[bytes]:
+        """Bytes of each token of the model, padding included."""
+        known = min(self._vocab_size, self.tokenizer.vocab_size)
+        tokens = [self.tokenizer.token_bytes(i) for i in range(known)]
+        tokens += [b""] * (self._vocab_size - known)
+        return tokens if self._eos_token_ids else [*tokens, b"<end>"]
+
+    def special_ids(self) -> list[int]:
+        """Tokens that are no text."""
+        return sorted({*self.tokenizer.special_ids, *self.eos_ids()})
+
+    def encode(self, text: bytes) -> list[int]:
+        """Token ids of plain text."""
+        return self.tokenizer.encode(text.decode(), add_special_tokens=False, parse_special=False)
+
+
+class _Vocabulary:
+    """The attributes that llguidance reads from a tokenizer, and a call that encodes."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self.eos_token_id = grammars.eos_ids()[0]
+        self.bos_token_id = None
+        self.tokens = grammars.tokens()
+        self.special_token_ids = grammars.special_ids()
+        self._encode = grammars.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text)
+
+
+def _limits() -> LLParserLimits:
+    """The library's own bounds on work and memory; a step of a mask ends within milliseconds."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+_THINKING = r"""
+start: {start} @form
+rest[lazy]: /(.|\n)*/ "</think>"
+blank: /[ \n]*/
+"""
+_STARTS = {"open": "rest blank", "may": '(/[ \\n]*/ "<think>" rest blank)?'}
+
+
+def _source_of(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's own words. Raises RequestError."""
+    try:
+        form = _form_of(spec)
+        if not spec.thinking:
+            return form
+        is_json = form.startswith("{")
+        grammars = json.loads(form)["grammars"] if is_json else [{"lark_grammar": form}]
+        first = {"lark_grammar": _THINKING.format(start=_STARTS[spec.thinking])}
+        return json.dumps({"grammars": [first, {**grammars[0], "name": "form"}, *grammars[1:]]})
+    except Exception as error:
+        raise RequestError(f"the grammar can't be read: {error}", param="grammar") from error
+
+
+def _form_of(spec: GrammarSpec) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if spec.kind == "json":
+        # Never lenient: a keyword that is not built is refused, not ignored.
+        options: JsonCompileOptions = {
+            "lenient": False,
+            "whitespace_flexible": bool(spec.whitespace),
+            "whitespace_pattern": spec.whitespace or None,
+        }
+        return LLMatcher.grammar_from_json_schema(spec.source, overrides=options)
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.source)
+    is_lark = spec.kind == "lark"
+    return LLMatcher.grammar_from_lark(spec.source if is_lark else any_to_lark(spec.source))

@@ -1,0 +1,1 @@
+"""What happened, kept in a file, and played again."""

@@ -1,0 +1,41 @@
+"""The composition root: errors of loading name the file and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from beds.tiny_files import write_tiny_gguf
+from octavo.config import make_config
+from octavo.engine.build import build_engine
+from octavo.errors import ModelLoadError
+from octavo.weights import sources
+from octavo.weights.fetch import WheelModel
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A model whose weights are sound and whose tokenizer is not."""
+    return write_tiny_gguf(
+        tmp_path / "tiny.gguf", metadata={"tokenizer.ggml.merges": ["no-space-here"]}
+    )
+
+
+def test_an_error_of_the_tokenizer_names_the_file(path: Path) -> None:
+    with pytest.raises(ModelLoadError) as raised:
+        build_engine(make_config(model=str(path), backend="reference"))
+    assert str(raised.value).startswith(f"{path}: tokenizer.ggml.merges")
+    assert "models fetch" not in str(raised.value)
+
+
+def test_damage_found_while_loading_an_alias_says_how_to_repair_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = WheelModel("tiny", "tiny==1", "", 1, "tiny/tiny.gguf", "", path.stat().st_size)
+    (path.parent / "models").mkdir()
+    path.rename(path.parent / "models" / "tiny.gguf")
+    monkeypatch.setenv("OCTAVO_CACHE", str(path.parent))
+    monkeypatch.setitem(sources.ALIASES, "tiny", model)
+    with pytest.raises(ModelLoadError, match=r"merges.*`octavo models fetch tiny`"):
+        build_engine(make_config(model="tiny", backend="reference"))
