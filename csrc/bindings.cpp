@@ -12,6 +12,7 @@
 
 #include "checks.hpp"
 #include "levels.hpp"
+#include "linear.hpp"
 #include "memory.hpp"
 #include "program.hpp"
 #include "quantised.hpp"
@@ -114,75 +115,6 @@ void require_range(const Indices& indices, i64 count, i64 limit, const char* nam
              " entries, but must have " + std::to_string(count));
     }
     check_range(indices.data(), count, limit, name);
-}
-
-class Linear {
-public:
-    Linear(PackedWeight weight, RegionPool::Part part)
-        : weight(weight), region_(std::move(part.region)) {}
-    Linear(PackedWeight quantised, std::vector<CellPanel> cells, RegionPool::Part part)
-        : weight(quantised), cells_(std::move(cells)), region_(std::move(part.region)) {
-        weight.cells = cells_.data();
-    }
-    Linear(const Linear&) = delete;
-    PackedWeight weight;
-    i64 nbytes() const {
-        if (weight.cells == nullptr) {
-            return weight.num_panels() * weight.panel_elements() * item_size(weight.dtype);
-        }
-        i64 bytes = 0;
-        for (const CellPanel& panel : cells_) {
-            bytes += weight.k_padded / 32 * panel.format.bytes();
-        }
-        return bytes;
-    }
-
-private:
-    std::vector<CellPanel> cells_;
-    std::shared_ptr<Region> region_;
-};
-
-struct NamedKind {
-    const char* name;
-    Stored kind;
-};
-constexpr NamedKind kStoredKinds[] = {
-    {"F32", Stored::f32},   {"Q8_0", Stored::q8_0}, {"Q4_0", Stored::q4_0},
-    {"Q4_1", Stored::q4_1}, {"Q5_0", Stored::q5_0}, {"Q5_1", Stored::q5_1},
-    {"Q4_K", Stored::q4_k}, {"Q5_K", Stored::q5_k}, {"Q6_K", Stored::q6_k},
-};
-
-Stored stored_kind(const std::string& name) {
-    for (const NamedKind& each : kStoredKinds) {
-        if (name == each.name) return each.kind;
-    }
-    fail("no kernels for weights stored as " + name);
-}
-
-// Threads share the panels; one may hold the end of a part and the start of the next.
-void fill_panels(const std::vector<StoredRows>& parts, const PackedWeight& w) {
-    struct Job {
-        const std::vector<StoredRows>& parts;
-        const PackedWeight& w;
-    } job{parts, w};
-    run_tasks(
-        w.num_panels(), 1,
-        [](void* context, i64 begin, i64 end) {
-            const Job& j = *static_cast<const Job*>(context);
-            i64 start = 0;
-            for (const StoredRows& part : j.parts) {
-                for (i64 panel = begin; panel < end; ++panel) {
-                    const i64 first = max64(start, panel * kPanel);
-                    const i64 last = min64(start + part.rows, (panel + 1) * kPanel);
-                    if (first < last) {
-                        pack_cells(part, first - start, last - first, j.w, panel,
-                                   first - panel * kPanel);
-                    }
-                }
-                start += part.rows;
-            }
-        },
-        &job);
 }
 
 class KVCache {
@@ -611,12 +543,6 @@ void add_call(Program& program, Op op, const std::vector<View>& views, const Lin
 std::vector<std::string> level_names() {
     std::vector<std::string> names;
     for (const Level* level : available_levels()) names.emplace_back(level->name);
-    return names;
-}
-
-std::vector<std::string> stored_kind_names() {
-    std::vector<std::string> names;
-    for (const NamedKind& each : kStoredKinds) names.emplace_back(each.name);
     return names;
 }
 
