@@ -48,7 +48,8 @@ def fingerprint(
     layout = (config.cache.block_size, config.cache.kv_cache_dtype)
     backend = replace(config.backend, threads=None)
     digest = blake2b(f"{__version__} {layout} {backend} {checkpoint.config}".encode())
-    described = {key: value for key, value in kernels.describe().items() if key != "threads"}
+    report = kernels.describe()
+    described = [report.get(key) for key in ("backend", "isa", "dtype", "weight format")]
     digest.update(f"{described} {np.__version__}".encode())
     digest.update(model.cos_sin_cache.tobytes())
     for path in (*_files(checkpoint.path), *_code(kernels), *_code(model)):
