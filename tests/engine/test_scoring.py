@@ -57,7 +57,8 @@ def test_a_prompt_sent_twice_scores_the_same(model: str, length: int) -> None:
     assert values(first)[0] is None
     assert None not in values(first)[1:]
     assert second.num_cached_tokens == 0
-    assert plain.num_cached_tokens == (length - 1) // 16 * 16, "the prefix was there to be found"
+    published = length // 16 * 16
+    assert plain.num_cached_tokens == min(published, length - 1), "the prefix was there to find"
     assert plain.prompt_logprobs is None
 
 

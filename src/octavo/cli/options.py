@@ -10,6 +10,7 @@ import argparse
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
@@ -27,6 +28,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **kwargs)
+
+    def print_help(self, file: Any = None) -> None:
+        """argparse's own swallows errors of writing, which a help longer than a buffer can meet."""
+        (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
