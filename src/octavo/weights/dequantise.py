@@ -8,7 +8,6 @@ subtraction), in that order, so every value equals llama.cpp's bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,34 +17,23 @@ Floats = NDArray[np.float32]
 
 CHUNK_ELEMENTS = 1 << 16
 """Elements decoded at a time: 256 KB of output and its temporaries stay in a core's L2 cache."""
-NUM_THREADS = 2
-"""Threads that share a large tensor; more would wait for the interpreter lock between calls."""
 
 
 def dequantise(raw: Bytes, kind: str, out: Floats) -> None:
     """Decode all of `raw` [num_bytes] into `out` [num_elements], a flat C-order array.
 
-    `kind` is a name of DECODERS. numpy releases the interpreter lock, so a few threads share the
-    chunks of a large tensor, and callers may load several tensors at once.
+    `kind` is a name of DECODERS. numpy releases the interpreter lock, so tensors may be decoded
+    by several threads at once.
     """
     decode, block_size = DECODERS[kind]
     num_blocks = out.size // block_size
     blocks = raw.reshape(num_blocks, -1)
     rows = out.reshape(num_blocks, block_size)
     step = CHUNK_ELEMENTS // block_size
-
-    def decode_chunks(first: int, stride: int) -> None:
-        # A damaged file may hold infinite scales: 0 x inf is NaN then, as in C, and no warning.
-        with np.errstate(all="ignore"):
-            for start in range(first * step, num_blocks, stride * step):
-                decode(blocks[start : start + step], rows[start : start + step])
-
-    num_threads = min(NUM_THREADS, num_blocks // (2 * step))
-    if num_threads < 2:
-        decode_chunks(0, 1)
-        return
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(decode_chunks, range(num_threads), [num_threads] * num_threads))
+    # A damaged file may hold infinite scales: 0 x inf is NaN then, as in C, and no warning.
+    with np.errstate(all="ignore"):
+        for start in range(0, num_blocks, step):
+            decode(blocks[start : start + step], rows[start : start + step])
 
 
 def flat(out: Floats, shape: tuple[int, ...]) -> Floats:
