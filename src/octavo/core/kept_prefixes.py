@@ -14,22 +14,16 @@ def export(cache: RadixCache, max_blocks: int) -> list[KeptRun]:
     index_of: dict[Node, int] = {}
     runs: list[KeptRun] = []
     for node in nodes:
-        parent = node.parent
+        parent, places = node.parent, tuple(node.block_ids)
         assert parent is not None
-        if len(node.block_ids) > max_blocks or (parent.parent and parent not in index_of):
+        follows = index_of.get(parent, -1)
+        if len(places) > max_blocks or (parent.parent and follows < 0):
             continue
-        max_blocks -= len(node.block_ids)
+        max_blocks -= len(places)
         index_of[node] = len(runs)
-        token_ids = [token_id for block in node.block_tokens for token_id in block]
-        runs.append(
-            KeptRun(
-                _scope_of(cache, node),
-                index_of.get(parent, -1),
-                tuple(token_ids),
-                tuple(node.block_ids),
-                node.in_tier,
-            )
-        )
+        scope = cache._scopes[parent.node_id] if follows < 0 else runs[follows].scope
+        token_ids = tuple(token_id for block in node.block_tokens for token_id in block)
+        runs.append(KeptRun(scope, follows, token_ids, places, node.in_tier))
     return runs
 
 
@@ -48,9 +42,3 @@ def graft(cache: RadixCache, runs: Sequence[KeptRun]) -> None:
     cache._tick()
     for node in nodes:
         cache._note_leaf(node)
-
-
-def _scope_of(cache: RadixCache, node: Node) -> str:
-    while node.parent is not None:
-        node = node.parent
-    return cache._scopes[node.node_id]

@@ -73,14 +73,14 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         executor = load_executor(config, checkpoint)
         tokenizer = building.result()
     scheduler = make_scheduler(config, executor)
-    prefix_file = config.cache.prefix_cache_file
-    if prefix_file is not None and config.cache.enable_prefix_caching:
-        scheduler.import_prefixes(executor.load_prefixes(prefix_file))
     metrics = Metrics(checkpoint.name)
     eos_token_ids = checkpoint.generation.eos_token_ids
     grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
-    core.prefix_file = prefix_file
+    if config.cache.prefix_cache_file is not None:
+        core.begin_with_prefixes(
+            config.cache.prefix_cache_file, config.cache.prefix_cache_save_seconds
+        )
     inputs = InputProcessor(
         tokenizer,
         scheduler.limits,
