@@ -311,8 +311,13 @@ class EngineConfig:
     """Seed from which requests without one derive theirs, by arrival number."""
 
     record: str | None = None
-    """Write every input and decision of the scheduler to this file, prompts as token ids, for
-    octavo replay. Default: no recording."""
+    """Write every input and decision of the scheduler to this file, prompts and answers as token
+    ids, for octavo replay. Default: no recording."""
+
+    record_hashes: bool = False
+    """With record: instead of token ids, hashes under a key that is kept nowhere. The file then
+    tells how long prompts and answers are, when they came and which begin alike, not what they
+    say."""
 
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -320,6 +325,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        _require(self.record != "", "record", "", "the path of a file")
+        _require(
+            self.record is not None or not self.record_hashes,
+            "record_hashes",
+            self.record_hashes,
+            "used with record",
+        )
         has_tier = self.cache.ram_tier_memory or self.cache.file_tier_memory
         _require(
             bool(has_tier) or self.scheduler.preemption_mode not in ("swap", "threshold", "auto"),
@@ -348,7 +360,7 @@ PARTS: dict[str, type] = {
 }
 
 
-TOP = ("model", "seed", "record")
+TOP = ("model", "seed", "record", "record_hashes")
 """Settings of EngineConfig itself."""
 
 

@@ -159,6 +159,16 @@ class TapeModel:
         for slot in range(start, start + self.block_size):
             self.slots[slot] = Slot(-1, -1, -1, -1)
 
+    def keep(self, token_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Have in these slots the last blocks of a prompt, as another process left them."""
+        history, written = 0, list[Slot | None]()
+        for position, token_id in enumerate(token_ids):
+            history = mix(history, token_id)
+            written.append(Slot(-1, token_id, position, history))
+        for number, slot in enumerate(reversed(slots)):
+            end = len(written) - number * self.block_size
+            self.kept[slot] = written[end - self.block_size : end]
+
     def slot_of(self, row: TapeRow, position: int) -> int:
         """slot = block_table[position // block_size] * block_size + position % block_size."""
         block_index, offset = divmod(position, self.block_size)

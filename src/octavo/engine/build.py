@@ -7,13 +7,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig
 from ..core.scheduler import Scheduler
-from ..errors import ConfigError, ModelLoadError
-from ..trace.record import RecordingScheduler
+from ..errors import ModelLoadError
+from ..trace.record import RecordingScheduler, open_recording
 from ..weights.sources import open_checkpoint, repairable
 from ..worker.executor import Executor
 from ..worker.load import load_executor
@@ -44,13 +43,8 @@ def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     """A scheduler, recording if asked to. Raises ConfigError if that can't be written."""
     make = Scheduler
     if config.record is not None:
-        try:
-            # Line-buffered: what a killed process decided last is in the file.
-            file = Path(config.record).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
-        except OSError as error:
-            wanted = f"a file that can be written ({error})"
-            raise ConfigError("record", config.record, wanted) from None
-        make = partial(RecordingScheduler, write=file.write)  # type: ignore[assignment]
+        write, hashed = open_recording(config.record), config.record_hashes
+        make = partial(RecordingScheduler, write=write, hashed=hashed)  # type: ignore[assignment]
     return make(
         config.scheduler,
         config.cache,
