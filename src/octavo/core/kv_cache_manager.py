@@ -174,7 +174,7 @@ class KVCacheManager:
         """Give up what is kept in a tier of a request, because it is back or has ended."""
         self._places.pop(request.request_id, None)
         if request.swapped is not None:
-            self.slots.release(request.swapped.slots)
+            self._release_slots(request.swapped.slots)
             request.swapped = None
 
     def _take_slots(self, num_slots: int) -> list[int] | None:
@@ -183,8 +183,14 @@ class KVCacheManager:
         if num_short > self.cache.num_evictable_slots:
             return None
         if num_short > 0:
-            self.slots.release(self.cache.evict_slots(num_short))
+            dropped = self.cache.evict_slots(num_short)
+            self._release_slots(dropped)
+            self.event_log.record(Reason.DROPPED, None, len(dropped))
         return self.slots.allocate(num_slots)
+
+    def _release_slots(self, slots: list[int]) -> None:
+        self.slots.release(slots)
+        self._transfers += [Transfer("drop", slot, slot) for slot in slots]
 
     def _save(self, block_ids: list[int]) -> list[int] | None:
         """Keep cached blocks that are evicted in a tier, if there is room."""
@@ -196,7 +202,7 @@ class KVCacheManager:
         return slots
 
     def _release_dropped(self) -> None:
-        self.slots.release(self.cache.dropped_slots)
+        self._release_slots(self.cache.dropped_slots)
         self.cache.dropped_slots.clear()
 
     def allocate(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:

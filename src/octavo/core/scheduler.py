@@ -31,7 +31,7 @@ from .journal import Journal
 from .kv_cache_manager import make_kv_manager
 from .limits import Limits
 from .policy import by_name
-from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
+from .preemption import LOSE, PREEMPTION_MODES, VICTIM_POLICIES, PreemptionMode
 from .radix_cache import Match
 from .rates import Rates
 from .stats import SchedulerStats, stats_of
@@ -192,7 +192,7 @@ class Scheduler:
         entry = draft.entries.pop(victim, None)
         if entry is not None:  # it was placed in this very step (C7)
             draft.budget += entry.num_new_tokens
-        self._preempt(victim, needy)
+        self._preempt(victim, needy, self._preemption)
 
     def import_prefixes(self, runs: list[KeptRun]) -> None:
         """Begin with cached prefixes that the tiers hold already."""
@@ -204,15 +204,15 @@ class Scheduler:
         if request is None:
             return False
         assert not self.in_flight, "a step is in flight"
-        self._preempt(request, request)
+        self._preempt(request, request, self._preemption)
         return True
 
-    def _preempt(self, victim: Request, needy: Request) -> None:
+    def _preempt(self, victim: Request, needy: Request, means: PreemptionMode) -> None:
         self.journal.preempt(victim, needy)
         del self.running[victim.request_id]
         if not self.running:
             self._drop_padding()
-        self._preemption.preempt(victim, self.kv)
+        means.preempt(victim, self.kv)
         self._free_row(victim)
         victim.status = Status.PREEMPTED
         victim.num_preemptions += 1
@@ -247,7 +247,7 @@ class Scheduler:
         assert plan.step == result.step, "this is the result of another step"
         if result.timing is not None:
             self.rates.observe(result.timing)
-        faults = {fault.row: fault.message for fault in result.faults}
+        faults = {fault.row: fault for fault in result.faults}
         sampled = {token.row: token for token in result.sampled}
         scored = {part.row: part.logprobs for part in result.prompt_logprobs}
         events: list[TokenEvent] = []
@@ -259,7 +259,10 @@ class Scheduler:
                 continue
             request_id = request.request_id
             if faults and entry.row in faults:
-                message = faults[entry.row]
+                _, message, retry = faults[entry.row]
+                if retry:
+                    self._preempt(request, request, LOSE)
+                    continue
                 self._end(request, "error", message)
                 events.append(TokenEvent(request_id, (), (), "error", None, message))
                 continue
