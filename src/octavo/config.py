@@ -65,7 +65,8 @@ class CacheConfig:
     cached prefixes that would be evicted. 0: none."""
 
     file_tier_memory: int = 0
-    """Bytes of a temporary file that is used like ram_tier_memory once that is full. 0: none."""
+    """Bytes of a temporary file below that: when ram_tier_memory is full, what has been there
+    longest moves to the file (with 0 bytes of RAM, all goes there). 0: none."""
 
     file_tier_dir: str | None = None
     """Folder of that file. Default: the system's folder for temporary files."""
