@@ -84,6 +84,11 @@ class SamplingKernels(Protocol):
     octavo.sampling. logits [S, V] float32, rows [R] int32 the rows that are meant; NaN logits
     become -inf in place."""
 
+    def mask(self, logits: Array, rows: Array, masks: Array) -> None:
+        """Bar (-inf) what masks [R, M] uint8 leave out: token i stays where bit i % 8, the lowest
+        first, of byte i // 8 is set (32 ids in a little-endian word)."""
+        ...
+
     def sample(
         self,
         logits: Array,
@@ -94,12 +99,15 @@ class SamplingKernels(Protocol):
         top_p: Array,
         seeds: Array,
         positions: Array,
+        show: Array,
         out: Array,
     ) -> None:
         """out[R] int32 = token ids, or -1 where the largest logit is infinite.
 
         temperature [R] float32 (0: greedy), min_p_floor [R] float32 (the least scaled logit that
-        stays), top_k [R] int32 (0: off), top_p [R] float64, seeds [R] uint64, positions [R] int64.
+        stays), top_k [R] int32 (0: off), top_p [R] float64, seeds [R] uint64, positions [R] int64,
+        show [R] uint8: where set, a row with a temperature becomes what was drawn from: scaled
+        logits, -inf where they were dropped.
         """
         ...
 
