@@ -22,8 +22,7 @@ def export(cache: RadixCache, max_blocks: int) -> list[KeptRun]:
         max_blocks -= len(places)
         index_of[node] = len(runs)
         scope = cache._scopes[parent.node_id] if follows < 0 else runs[follows].scope
-        token_ids = tuple(token_id for block in node.block_tokens for token_id in block)
-        runs.append(KeptRun(scope, follows, token_ids, places, node.in_tier))
+        runs.append(KeptRun(scope, follows, node.token_ids, places, node.in_tier))
     return runs
 
 
@@ -32,8 +31,7 @@ def graft(cache: RadixCache, runs: Sequence[KeptRun]) -> None:
     nodes: list[Node] = []
     for age, run in enumerate(runs):
         parent = cache.root(run.scope) if run.parent < 0 else nodes[run.parent]
-        keys = [cache._key(run.token_ids, i) for i in range(len(run.places))]
-        node = cache._make_node(parent, keys, list(run.places))
+        node = cache._make_node(parent, run.token_ids, list(run.places))
         node.in_tier, node.last_used = True, len(runs) - age
         parent.num_resident -= 1
         cache.num_evictable_slots += len(run.places)

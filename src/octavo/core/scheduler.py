@@ -38,6 +38,8 @@ from .stats import SchedulerStats, stats_of
 from .stop_rules import find_stop
 from .waiting_orders import WAITING_ORDERS
 
+RUNNING = Status.RUNNING  # looking a member up costs as much as all else that a loop asks
+
 
 class Draft:
     """A step's plan while it is made."""
@@ -138,7 +140,7 @@ class Scheduler:
             if request in busy:
                 draft.num_blocks_owed += self.kv.num_blocks_owed(request)
                 continue
-            if request.status is not Status.RUNNING:  # a victim of this step
+            if request.status is not RUNNING:  # a victim of this step
                 continue
             num_new = min(num_tokens - num_computed, draft.budget)
             if num_new == 0:
@@ -229,7 +231,7 @@ class Scheduler:
             leader = request.leader
             request.num_cached_tokens = num_hits if leader is None else leader.num_cached_tokens
         row = request.row = heappop(self.free_rows)
-        request.status = Status.RUNNING
+        request.status = RUNNING
         self.running[request.request_id] = request
         draft.starts.append(new_request(request))
         draft.entries[request] = ScheduledRequest(
@@ -251,7 +253,7 @@ class Scheduler:
         events: list[TokenEvent] = []
         requests = self.in_flight.pop(plan.step, ())
         for entry, request in zip(plan.scheduled, requests, strict=True):
-            if request.status is not Status.RUNNING:
+            if request.status is not RUNNING:
                 if request.row is not None and request not in self.batching.padding:
                     self._free(request)
                 continue
@@ -265,7 +267,7 @@ class Scheduler:
                 events.append(TokenEvent(request_id, (), (), "error", None, message))
                 continue
             request.num_computed_tokens = entry.num_computed_tokens + entry.num_new_tokens
-            if entry.row in scored:
+            if scored and entry.row in scored:
                 request.prompt_logprobs += scored[entry.row]
             if not entry.samples:
                 continue
@@ -274,7 +276,7 @@ class Scheduler:
             finish_reason, stop_reason = find_stop(request, token_id, self.limits.max_model_len)
             if finish_reason is not None:
                 self._end(request, finish_reason)
-            elif entry.num_new_tokens > 1 or request.num_output_tokens == 1:
+            elif entry.num_new_tokens > 1 or entry.num_computed_tokens < request.num_prompt_tokens:
                 # A prefill is done, and its last row, which attends to all others, was good.
                 self.kv.publish(request)
             events.append(
@@ -305,7 +307,7 @@ class Scheduler:
         self.journal.end(request, reason, message)
         request_id = request.request_id
         del self.requests[request_id]
-        was_running = request.status is Status.RUNNING
+        was_running = request.status is RUNNING
         request.status = Status.FINISHED
         request.finish_reason = reason
         if not was_running:

@@ -12,7 +12,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -37,27 +36,18 @@ ENDS_AS_EOS, ENDS_AS_STOP = 1, 2
 def open_recording(path: str) -> Callable[[str], object]:
     """What writes lines to a file, readable by its owner. Raises ConfigError.
 
-    Line by line, so that what a killed process decided last is in the file. Where no more can be
-    written the recording ends, with a line in the log, and the engine goes on.
+    Line by line, so that what a killed process decided last is in the file.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     except OSError as error:
         wanted = f"a file that can be written ({error})"
         raise ConfigError("record", path, wanted) from None
-    file = open(descriptor, "wb", buffering=0)  # noqa: SIM115
 
     def write(line: str) -> None:
-        if file.closed:
-            return
-        try:
-            data = line.encode()
-            while data:
-                data = data[file.write(data) :]
-        except OSError as error:
-            logger.error("recording to %s ends here: %s", path, error)
-            with suppress(OSError):
-                file.close()
+        data = line.encode()
+        while data:
+            data = data[os.write(descriptor, data) :]
 
     return write
 
@@ -148,7 +138,12 @@ class Recorder:
         """Where the numbers of each live request's tokens have come to, by id."""
 
     def line(self, *parts: object) -> None:
-        self._write(json.dumps(parts, separators=(",", ":"), default=str) + "\n")
+        """A disk that is full ends the recording, not the run."""
+        try:
+            self._write(json.dumps(parts, separators=(",", ":"), default=str) + "\n")
+        except OSError as error:
+            logger.error("the recording ends here: %s", error)
+            self._write = lambda line: None
 
     def add(self, request: Request) -> None:
         record = request_record(request)
@@ -190,7 +185,8 @@ class Recorder:
             (fault.row, message, fault.retry)
             for fault, message in zip(result.faults, messages, strict=True)
         ]
-        self.line("result", result.step, sampled, faults, result.timing)
+        scored = [(part.row, len(part.logprobs)) for part in result.prompt_logprobs]
+        self.line("result", result.step, sampled, faults, result.timing, scored)
 
     def _hidden(self, row: int, request: Request, token_id: int) -> tuple[int, int, int]:
         """Row, number and whether it may end the answer; of one that has ended only the row."""
