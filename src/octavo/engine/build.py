@@ -13,6 +13,7 @@ from ..config import EngineConfig
 from ..core.scheduler import Scheduler
 from ..errors import ModelLoadError
 from ..trace.record import RecordingScheduler, open_recording
+from ..trace.tier_metrics import TierCollector
 from ..weights.sources import open_checkpoint, repairable
 from ..worker.executor import Executor
 from ..worker.load import load_executor
@@ -68,6 +69,8 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         tokenizer = building.result()
     scheduler = make_scheduler(config, executor)
     metrics = Metrics(checkpoint.name)
+    tiers = TierCollector(scheduler.event_log, executor, metrics.labels)
+    metrics.registry.register(tiers)
     eos_token_ids = checkpoint.generation.eos_token_ids
     grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
