@@ -14,6 +14,7 @@
 #include "levels.hpp"
 #include "linear.hpp"
 #include "memory.hpp"
+#include "packed.hpp"
 #include "program.hpp"
 #include "quantised.hpp"
 #include "threads.hpp"
@@ -486,6 +487,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("out_features", [](const octavo::Linear& l) { return l.weight.n; })
         .def_prop_ro("in_features", [](const octavo::Linear& l) { return l.weight.k; })
         .def_prop_ro("nbytes", &octavo::Linear::nbytes);
+
+    bind_packed(m);
 
     nb::class_<KVCache>(m, "KVCache")
         .def_prop_ro("num_layers", [](const KVCache& c) { return c.pool.num_layers; })

@@ -19,12 +19,13 @@ not on T or B, on the row's place, on chunk borders, on the block ids or on the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..checkpoint import StoredRows
+from ..checkpoint import Checkpoint, StoredRows
 from ..errors import ConfigError
 
 Array = np.ndarray[Any, Any]
@@ -187,6 +188,15 @@ class Kernels(Protocol):
         """
         ...
 
+    def open_packed(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
+        """Within it, pack_once takes what an earlier start packed of this checkpoint, and what it
+        packs now is kept for the next, where the backend has such a cache. A failure keeps none."""
+        ...
+
+    def pack_once(self, key: str, pack: Callable[[], Linear]) -> Linear:
+        """pack(), or an equal, to the bit, of what it gave for this key at an earlier start."""
+        ...
+
     def pack_vector(self, weight: Array) -> Array:
         """Bring a norm weight [H] into the form that the norms read."""
         ...
@@ -288,10 +298,22 @@ def load_backend(
     isa: str | None = None,
     dtype: str = "auto",
     quantization: str | None = None,
+    packed_cache: str = "off",
+    huge_pages: bool = True,
 ) -> Kernels:
-    """Import one backend and make its op table; nothing else is imported. Raises ConfigError."""
+    """Import one backend and make its op table; nothing else is imported. Raises ConfigError.
+
+    packed_cache, huge_pages: as the settings of these names; a backend may have no use for them.
+    """
     if name not in BACKENDS:
         raise ConfigError("backend", name, f"one of {', '.join(sorted(BACKENDS))}")
     module = import_module(BACKENDS[name], __package__)
     make_kernels: Callable[..., Kernels] = module.make_kernels
-    return make_kernels(threads=threads, isa=isa, dtype=dtype, quantization=quantization)
+    return make_kernels(
+        threads=threads,
+        isa=isa,
+        dtype=dtype,
+        quantization=quantization,
+        packed_cache=packed_cache,
+        huge_pages=huge_pages,
+    )
