@@ -78,7 +78,12 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         scheduler.import_prefixes(executor.load_prefixes(prefix_file))
     metrics = Metrics(checkpoint.name)
     eos_token_ids = checkpoint.generation.eos_token_ids
-    grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
+    grammars = Grammars(
+        tokenizer,
+        vocab_size=executor.vocab_size,
+        eos_token_ids=eos_token_ids,
+        jump_forward=config.scheduler.jump_forward,
+    )
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
     core.prefix_file = prefix_file
     inputs = InputProcessor(

@@ -7,7 +7,7 @@ ids, in the clear: treat the file as you treat the prompts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -64,6 +64,11 @@ class RecordingScheduler(Scheduler):
         if live:
             self._record("finish", request_id, reason)
         return live
+
+    def extend(self, request_id: int, token_ids: Sequence[int]) -> TokenEvent:
+        """Append tokens that nobody has to sample."""
+        self._record("extend", request_id, token_ids)
+        return super().extend(request_id, token_ids)
 
     def preempt(self, request_id: int) -> bool:
         """Make a running request yield between two steps."""

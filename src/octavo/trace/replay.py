@@ -85,6 +85,8 @@ class Player:
             case "finish", (request_id, reason):
                 if not self.scheduler.finish(request_id, reason):
                     return f"request {request_id} ended ({reason}) while it ran; now it is gone"
+            case "extend", (request_id, token_ids):
+                self.scheduler.extend(request_id, token_ids)
             case "preempt", (request_id,):
                 self.scheduler.preempt(request_id)
             case "plan", (recorded,):
