@@ -21,7 +21,7 @@ from beds.engine_bed import EngineBed, tokens
 from beds.schemas import TREE, all_schemas
 from beds.tiny_tokenizer import EOS, FIRST_BYTE
 from octavo.core.event_log import Reason
-from octavo.engine.grammar import Matcher, may_jump
+from octavo.engine.grammar import Matcher
 from octavo.grammar_spec import GrammarSpec
 from octavo.outputs import StreamEvent
 from octavo.sampling_params import SamplingParams
@@ -217,8 +217,8 @@ def test_an_abort_within_a_run_frees_everything() -> None:
 def test_rows_whose_next_token_is_not_sure_are_sampled(params: Request) -> None:
     """What might bar the only token must fail as it does without jumps; and a log probability
     needs the logits of its position."""
-    assert may_jump(SamplingParams(grammar=FORMS[0]))
-    assert not may_jump(SamplingParams(grammar=FORMS[0], **params))
+    assert SamplingParams(grammar=FORMS[0]).takes_forced_tokens
+    assert not SamplingParams(grammar=FORMS[0], **params).takes_forced_tokens
 
 
 @given(st.integers(0, 2**32), st.sampled_from([spec for spec in FORMS if spec is not None]))

@@ -255,6 +255,7 @@ class AsyncLLM:
             return self._commands.get(timeout=IDLE_AUDIT_SECONDS)
         except queue.Empty:
             self._engine.core.scheduler.audit()
+            self._compilers.submit(self._engine.core.grammars.warm_up)
             return self._commands.get()
 
     def _add(self, stream: AnswerStream, requests: list[Request]) -> list[StreamEvent]:

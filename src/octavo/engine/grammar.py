@@ -21,7 +21,6 @@ from ..errors import RequestError
 from ..grammar_spec import GrammarSpec
 from ..messages import SchedulerOutput, TokenEvent
 from ..request import Request
-from ..sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,8 +46,9 @@ bounded by the library's limits, below a second."""
 MAX_RUN = 64
 """Tokens that one step may append without sampling them."""
 
-MAX_RUN_WORK = 4096
-"""Tokens that llguidance may look ahead for such a run, all its looks together."""
+MAX_FORCED = 4096
+"""Tokens that may follow each other without a choice: llguidance looks at all of them in each step.
+Also the bound on its looks for one run, all together."""
 
 
 class GrammarFault(Exception):
@@ -85,7 +85,7 @@ class Matcher:
         while self._jumps and len(run) < MAX_RUN and not self._matcher.is_stopped():
             forced = self._matcher.compute_ff_tokens()
             work += len(forced)
-            if not forced or work > MAX_RUN_WORK:
+            if not forced or work > MAX_FORCED:
                 break
             self._take(forced[0])
             run.append(forced[0])
@@ -100,6 +100,8 @@ class Matcher:
         self.num_tokens += 1
 
     def _fill(self) -> None:
+        if len(self._matcher.compute_ff_tokens()) > MAX_FORCED:
+            raise GrammarFault(f"the grammar leaves no choice for more than {MAX_FORCED} tokens")
         self.mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise GrammarFault(f"the grammar failed: {self._why()}")
@@ -149,6 +151,10 @@ class Grammars:
             reason = compiled.get_error().partition("<non-verbose")[0].strip()
             text = reason.replace("Unimplemented keys:", "unsupported keywords in the JSON schema:")
             raise RequestError(f"the grammar can't be used: {text}", param="grammar")
+        try:
+            Matcher(compiled)  # the first mask is the slowest, and this may be any thread
+        except GrammarFault as fault:
+            raise RequestError(str(fault), param="grammar") from fault
         with self._lock:
             self._compiled[spec] = compiled
             while len(self._compiled) > MAX_COMPILED:
@@ -160,11 +166,8 @@ class Grammars:
         spec = request.params.grammar
         if spec is None:
             return
-        try:
-            jumps = self._jump_forward and may_jump(request.params)
-            self.live[request.request_id] = Matcher(self.compile(spec), jumps=jumps)
-        except GrammarFault as fault:
-            raise RequestError(str(fault), param="grammar") from fault
+        jumps = self._jump_forward and request.params.takes_forced_tokens
+        self.live[request.request_id] = Matcher(self.compile(spec), jumps=jumps)
 
     def drop(self, request_id: int) -> None:
         """The request ended, or never began."""
@@ -211,60 +214,43 @@ class Grammars:
             self.drop(event.request_id)
         return event
 
+    def warm_up(self) -> None:
+        """Build what the first grammar of a process waits for, from any thread."""
+        with self._vocabulary_lock:
+            assert self._vocabulary
+
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
         """The tokens as bytes; control tokens never match text, and those past the end nothing."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         # Each half holds Python's lock for about 80 ms; streams that run may go on in between.
-        wrapper = TokenizerWrapper(_Vocabulary(self))
-        bare = LLTokenizer(wrapper, eos_token=self.eos_ids(), slices=[])
+        vocabulary = _Vocabulary(self.tokenizer, self._vocab_size, self._eos_token_ids)
+        wrapper = TokenizerWrapper(vocabulary)
+        bare = LLTokenizer(wrapper, eos_token=vocabulary.eos_token_ids, slices=[])
         time.sleep(0.01)
         return bare.with_slices(LLTokenizer.general_slices())
-
-    def eos_ids(self) -> list[int]:
-        """What ends an answer; a model without such a token gets one that it can't produce."""
-        return self._eos_token_ids or [self._vocab_size]
-
-    def tokens(self) -> list[bytes]:
-        """Bytes of each token of the model, padding included."""
-        known = min(self._vocab_size, self.tokenizer.vocab_size)
-        tokens = [self.tokenizer.token_bytes(i) for i in range(known)]
-        tokens += [b""] * (self._vocab_size - known)
-        return tokens if self._eos_token_ids else [*tokens, b"<end>"]
-
-    def special_ids(self) -> list[int]:
-        """Tokens that are no text."""
-        return sorted({*self.tokenizer.special_ids, *self.eos_ids()})
-
-    def encode(self, text: bytes) -> list[int]:
-        """Token ids of plain text."""
-        return self.tokenizer.encode(text.decode(), add_special_tokens=False, parse_special=False)
-
-
-def may_jump(params: SamplingParams) -> bool:
-    """Whether the one token of a mask is what will be sampled, whatever the logits are, and nobody
-    asks for its log probability."""
-    return params.logprobs is None and not (
-        params.allowed_token_ids is not None
-        or params.bad_words_token_ids
-        or params.logits_processors
-        or params.min_tokens
-    )
 
 
 class _Vocabulary:
     """The attributes that llguidance reads from a tokenizer, and a call that encodes."""
 
-    def __init__(self, grammars: Grammars) -> None:
-        self.eos_token_id = grammars.eos_ids()[0]
-        self.bos_token_id = None
-        self.tokens = grammars.tokens()
-        self.special_token_ids = grammars.special_ids()
-        self._encode = grammars.encode
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
+        """A model without an end-of-sequence token gets one that it can't produce."""
+        known = min(vocab_size, tokenizer.vocab_size)
+        self.tokens = [tokenizer.token_bytes(i) for i in range(known)]
+        self.tokens += [b""] * (vocab_size - known)
+        if not eos_token_ids:
+            self.tokens.append(b"<end>")
+        self.eos_token_ids = eos_token_ids or [vocab_size]
+        self.eos_token_id = self.eos_token_ids[0]
+        self.special_token_ids = sorted({*tokenizer.special_ids, *self.eos_token_ids})
+        self._tokenizer = tokenizer
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text)
+        return self._tokenizer.encode(text.decode(), add_special_tokens=False, parse_special=False)
 
 
 def _limits() -> LLParserLimits:
