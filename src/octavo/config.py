@@ -200,6 +200,12 @@ class SchedulerConfig:
     swap_threshold: int = 128
     """Computed tokens below which preemption_mode threshold recomputes."""
 
+    jump_forward: bool = True
+    """Append tokens that a grammar leaves no choice about and compute them together, instead of
+    sampling them one by one (the answers are the same). Left alone: requests that ask for logprobs,
+    which need the logits of each token, or that set min_tokens, bad_words, allowed_token_ids or
+    logits_processors, which might bar one."""
+
     batching_mode: str = "continuous"
     """When requests join and leave the batch: continuous (in any step), or, as baselines to
     measure against, static (all start and end together, finished rows are computed as padding)

@@ -69,7 +69,12 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     scheduler = make_scheduler(config, executor)
     metrics = Metrics(checkpoint.name)
     eos_token_ids = checkpoint.generation.eos_token_ids
-    grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
+    grammars = Grammars(
+        tokenizer,
+        vocab_size=executor.vocab_size,
+        eos_token_ids=eos_token_ids,
+        jump_forward=config.scheduler.jump_forward,
+    )
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
     if config.cache.prefix_cache_file is not None:
         core.begin_with_prefixes(
