@@ -78,10 +78,10 @@ class CacheConfig:
         for name in ("ram_tier_memory", "file_tier_memory"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more bytes")
         _require(
-            self.block_size >= 1 and not self.block_size & (self.block_size - 1),
+            1 <= self.block_size <= 65_536 and not self.block_size & (self.block_size - 1),
             "block_size",
             self.block_size,
-            "a power of two",
+            "a power of two, at most 65,536",
         )
         _require(
             self.num_kv_blocks is None or self.num_kv_blocks >= 1,
