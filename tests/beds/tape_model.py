@@ -136,7 +136,7 @@ class TapeModel:
         for entry in plan.scheduled:
             row = self.rows[entry.row]
             if self.lost & set(entry.new_block_ids):
-                faults.append(RowFault(entry.row, "K/V could not be read back"))
+                faults.append(RowFault(entry.row, "K/V could not be read back", retry=True))
                 continue
             self._read_back(entry, row)
             if row.start.params.prompt_logprobs is not None:
@@ -180,9 +180,15 @@ class TapeModel:
             self.slots[self.block(target)] = self.slots[self.block(source)]
         elif kind == "store":
             assert target < sum(self.num_slots), "a tier is larger than its budget"
+            if target in self.kept:
+                raise KVCorruption(f"what is kept in slot {target} was not given up")
             self.kept[target] = self.slots[self.block(source)]
+        elif kind == "drop":
+            del self.kept[target]
         else:
             assert kind == "load"
+            if source not in self.kept:
+                raise KVCorruption(f"nothing is kept in slot {source}")
             self.slots[self.block(target)] = self.kept[source]
             if source in self.broken_slots:
                 self.poison(target)

@@ -148,6 +148,7 @@ def test_sizes_refuse_what_is_no_size(text: str) -> None:
         ["bench", "throughput"],
         ["models", "forget"],
         ["models", "list", "smollm2-135m"],
+        ["models", "clear", "x"],
         ["models", "fetch", ""],
         ["scenario", "list", "slot-137"],
         ["serve", "a", "--model", "b"],

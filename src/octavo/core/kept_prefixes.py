@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..messages import KeptRun
-from .radix_cache import Node, RadixCache
+from .radix_cache import Node, RadixCache, path_to
 
 
 def export(cache: RadixCache, max_blocks: int) -> list[KeptRun]:
@@ -20,12 +20,11 @@ def export(cache: RadixCache, max_blocks: int) -> list[KeptRun]:
             continue
         max_blocks -= len(node.block_ids)
         index_of[node] = len(runs)
-        token_ids = [token_id for block in node.block_tokens for token_id in block]
         runs.append(
             KeptRun(
                 _scope_of(cache, node),
                 index_of.get(parent, -1),
-                tuple(token_ids),
+                node.token_ids,
                 tuple(node.block_ids),
                 node.in_tier,
             )
@@ -38,8 +37,7 @@ def graft(cache: RadixCache, runs: Sequence[KeptRun]) -> None:
     nodes: list[Node] = []
     for age, run in enumerate(runs):
         parent = cache.root(run.scope) if run.parent < 0 else nodes[run.parent]
-        keys = [cache._key(run.token_ids, i) for i in range(len(run.places))]
-        node = cache._make_node(parent, keys, list(run.places))
+        node = cache._make_node(parent, run.token_ids, list(run.places))
         node.in_tier, node.last_used = True, len(runs) - age
         parent.num_resident -= 1
         cache.num_evictable_slots += len(run.places)
@@ -51,6 +49,6 @@ def graft(cache: RadixCache, runs: Sequence[KeptRun]) -> None:
 
 
 def _scope_of(cache: RadixCache, node: Node) -> str:
-    while node.parent is not None:
-        node = node.parent
-    return cache._scopes[node.node_id]
+    *_, top = path_to(node)
+    assert top.parent is not None
+    return cache._scopes[top.parent.node_id]

@@ -97,6 +97,18 @@ class Recompute:
         request.num_computed_tokens = 0
 
 
+class Lose:
+    """What was kept can't be read back: nothing of the path that it was on is used again."""
+
+    def preempt(self, request: Request, kv: KVCacheManager) -> None:
+        kv.event_log.record(Reason.LOST, request.request_id)
+        kv.free(request, publish=False)
+        request.num_computed_tokens = 0
+
+
+LOSE = Lose()
+
+
 class Swap:
     """`swap`: moved to a tier below the pool; the request goes on where it was (R98).
 
@@ -132,7 +144,8 @@ class Auto(Swap):
 
     def _is_worth_it(self, request: Request, kv: KVCacheManager) -> bool:
         num_blocks = kv.num_blocks_for(request.num_computed_tokens)
-        swap = self._rates.swap_us(num_blocks, kv.slots.lowest_free)
+        num_kept = kv.slots.num_blocks - kv.slots.num_free
+        swap = self._rates.swap_us(num_blocks, num_kept)
         recompute = self._rates.recompute_us(request.num_computed_tokens)
         costs = (-1 if us is None else us for us in (swap, recompute))
         kv.event_log.record(Reason.ESTIMATED, request.request_id, *costs)

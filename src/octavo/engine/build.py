@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig
@@ -45,8 +45,9 @@ def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     make = Scheduler
     if config.record is not None:
         try:
-            # Line-buffered: what a killed process decided last is in the file.
-            file = Path(config.record).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
+            # Line-buffered: what a killed process decided last is in the file. Prompts are in it.
+            number = os.open(config.record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            file = open(number, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
         except OSError as error:
             wanted = f"a file that can be written ({error})"
             raise ConfigError("record", config.record, wanted) from None

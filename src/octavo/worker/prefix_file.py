@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,7 +47,7 @@ def fingerprint(
     """Of all that decides what the bytes of stored K/V mean: model file, its shape and rope,
     number format, layout, instruction-set level, and the very code of kernels and models."""
     layout = (config.cache.block_size, config.cache.kv_cache_dtype)
-    backend = replace(config.backend, threads=None)
+    backend = replace(config.backend, threads=None, packed_cache="auto", huge_pages=True)
     digest = blake2b(f"{__version__} {layout} {backend} {checkpoint.config}".encode())
     report = kernels.describe()
     described = [report.get(key) for key in ("backend", "isa", "dtype", "weight format")]
@@ -142,12 +143,14 @@ def _read(file: BinaryIO, mark: str, tiers: Tiers) -> list[KeptRun]:
     checksums: list[int] = index["checksums"]
     if os.fstat(file.fileno()).st_size != file.tell() + nbytes * len(checksums):
         raise _Untrusted("it is cut off, or longer than its index says")
-    for number, checksum in enumerate(checksums):
+    start = file.tell()
+    for number in range(len(checksums))[::-1]:  # the most recently used ones last: they stay in RAM
+        file.seek(start + number * nbytes)
         block = np.frombuffer(file.read(nbytes), np.uint8)
-        if len(block) != nbytes or crc32(block.data) != checksum:
+        if len(block) != nbytes or crc32(block.data) != checksums[number]:
             raise _Untrusted("a block of it is damaged")
         if number < sum(tiers.num_slots):
-            tiers.fill(number, block)
+            tiers.fill(number, partial(np.copyto, src=block))
     return list(_runs(index["runs"], tiers))
 
 
