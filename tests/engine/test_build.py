@@ -46,6 +46,8 @@ def test_a_recording_is_its_owners_alone(tmp_path: Path) -> None:
     """Prompts are in it, as token ids."""
     record = tmp_path / "run.jsonl"
     settings = {"backend": "reference", "num_kv_blocks": 8, "max_model_len": 64}
-    build_engine(make_config(model=str(write_tiny_hf(tmp_path)), record=str(record), **settings))
+    model = str(write_tiny_hf(tmp_path / "tiny"))
+    engine = build_engine(make_config(model=model, record=str(record), **settings))
+    engine.core.scheduler._write.__self__.close()  # type: ignore[attr-defined]
     assert stat.S_IMODE(record.stat().st_mode) == 0o600
     assert record.read_text().startswith('["octavo",')

@@ -65,7 +65,8 @@ def size(text: str) -> int:
     if match[1]:
         return int(match[1])
     whole, _, part = match[2].partition(".")
-    return int(whole) * _UNITS[match[3]] + int(part or 0) * _UNITS[match[3]] // 10 ** len(part)
+    scale: int = 10 ** len(part)
+    return int(whole + part) * _UNITS[match[3]] // scale
 
 
 def seconds(text: str) -> float:
