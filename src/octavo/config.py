@@ -98,10 +98,10 @@ class CacheConfig:
             "on with prefix_cache_file: there is nothing to keep else",
         )
         _require(
-            self.block_size >= 1 and not self.block_size & (self.block_size - 1),
+            1 <= self.block_size <= 65_536 and not self.block_size & (self.block_size - 1),
             "block_size",
             self.block_size,
-            "a power of two",
+            "a power of two, at most 65,536",
         )
         _require(
             self.num_kv_blocks is None or self.num_kv_blocks >= 1,
