@@ -35,7 +35,7 @@ public:
         }
         i64 bytes = 0;
         for (const CellPanel& panel : cells_) {
-            bytes += weight.k_padded / 32 * panel.format.bytes();
+            bytes += panel.format.panel_bytes(weight.k_padded);
         }
         return bytes;
     }

@@ -277,9 +277,10 @@ class BackendConfig:
     (the answers are the same; a prompt takes about one layer less)."""
 
     quantization: str | None = None
-    """Compute from quantised weights: int8 (any model, quantised at load, a scale per 32 values of
-    a row) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
-    too. Faster for few requests at a time, slower for many. Default: weights as dtype says."""
+    """Compute from quantised weights: int8 (any model, quantised at load, one scale per row of a
+    weight) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
+    too. int8 is faster everywhere, stored for few requests at a time. Default: weights as dtype
+    says."""
 
     packed_cache: str = "auto"
     """Keep weights as they are packed in a file beside the models in the cache, so that the next
