@@ -53,7 +53,8 @@ class Transfer(NamedTuple):
     """One block of K/V, over all layers, that moves."""
 
     kind: str
-    """copy: block to block. store: block to a slot of a tier. load: slot to block."""
+    """copy: block to block. store: block to a slot of the tiers. load: slot to block. drop: nobody
+    needs what is in the slot `target` (and `source`) any more."""
 
     source: int
     target: int
@@ -117,15 +118,17 @@ class RowFault(NamedTuple):
 
     row: int
     message: str
+    retry: bool = False
+    """Only K/V that were kept for it are gone: it may start again and compute them."""
 
 
 class Moved(NamedTuple):
     """Blocks that a step stored to a tier or loaded from it, together."""
 
     kind: str
-    """store or load."""
+    """store, load, or demote: RAM to file, which is part of the time of a store."""
     tier: int
-    """0 is RAM, 1 the file."""
+    """0 is RAM, 1 the file. A store for which another block had to go to the file counts as 1."""
     num_blocks: int
     us: int
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from octavo.core.radix_cache import Node, RadixCache
+from octavo.core.radix_cache import Node, Place, RadixCache
 
 
 def tokens(text: str) -> list[int]:
@@ -258,21 +258,53 @@ def test_random_use_against_a_model() -> None:
         assert set(cache.block_ids()) == in_tree
 
 
+def test_a_place_found_before_is_the_place_found_now() -> None:
+    """C109: asked again after inserts, hits, splits, evictions and moves to and from the tier, a
+    prompt leaves the tree where a new search says; some answers of before do hold."""
+    rng = random.Random(5)
+    cache = RadixCache(2)
+    prompts = [[rng.randrange(2) for _ in range(n)] for n in range(14) for _ in range(3)]
+    before: dict[int, Place] = {}
+    slots = iter(range(10**9))
+    num_held = 0
+    for step in range(1500):
+        prompt, choice = rng.choice(prompts), rng.random()
+        if choice < 0.4 and len(prompt) > 1:
+            ids = range(1000 * step, 1000 * step + len(prompt) // 2)
+            cache.insert(prompt, ids, rng.choice("xy"), pin=False)
+        elif choice < 0.6:
+            match = cache.match(prompt, len(prompt), "x")
+            if match is not None and match.node is not None:
+                cache.unpin(cache.pin(match))
+        elif choice < 0.8:
+            cache.evict(rng.randrange(4))
+        elif choice < 0.9:
+            cache.evict(rng.randrange(4), lambda ids: [next(slots) for _ in ids])
+        else:
+            cache.evict_slots(rng.randrange(4))
+        for i, other in enumerate(prompts):
+            now = cache.find(other, len(other), "x")
+            again = cache.find(other, len(other), "x", before.get(i))
+            assert again == now
+            num_held += again is before.get(i)
+            before[i] = again
+    assert num_held > 1000
+
+
 def test_check_sees_corruption() -> None:
     """Each way to break the tree is noticed."""
 
     def leaf(cache: RadixCache) -> Node:
         return next(node for node in cache.nodes() if not node.children)
 
-    def drop_tokens(cache: RadixCache) -> None:
-        leaf(cache).block_tokens.pop()
+    def drop_a_token(cache: RadixCache) -> None:
+        leaf(cache).token_ids = leaf(cache).token_ids[:-1]
+
+    def drop_a_block(cache: RadixCache) -> None:
+        leaf(cache).block_ids.append(99)
 
     def wrong_key(cache: RadixCache) -> None:
-        leaf(cache).block_tokens[0] = (0, 0)
-
-    def half_block(cache: RadixCache) -> None:
-        node = next(node for node in cache.nodes() if len(node.block_tokens) > 1)
-        node.block_tokens[1] = (0,)
+        leaf(cache).token_ids = (0, 0)
 
     def stray_pin(cache: RadixCache) -> None:
         leaf(cache).pins += 1
@@ -290,9 +322,9 @@ def test_check_sees_corruption() -> None:
         cache.num_evictable -= 1
 
     for corrupt, message in (
-        (drop_tokens, "lost its tokens"),
+        (drop_a_token, "other than whole blocks"),
+        (drop_a_block, "other than whole blocks"),
         (wrong_key, "wrong key"),
-        (half_block, "half-filled"),
         (stray_pin, "unpinned ancestor"),
         (lost_leaf, "can't be found"),
         (twice, "twice"),

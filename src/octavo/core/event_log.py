@@ -51,6 +51,8 @@ class Reason(Enum):
     """What either would cost; -1: not measured yet. (us to swap out and in, us to recompute)"""
     LOADED = "loaded"
     """K/V come back from a tier, of a cached prefix or its own. (blocks)"""
+    LOST = "lost"
+    """They could not be read back, and are computed again. ()"""
     FINISHED = "finished"
     """Ended by a stop rule. (finish reason, output tokens)"""
     ABORTED = "aborted"
@@ -61,6 +63,8 @@ class Reason(Enum):
     """Cached blocks were given up for new ones; no request. (blocks)"""
     SAVED = "saved"
     """Such blocks were kept in a tier; no request. (blocks)"""
+    DROPPED = "dropped"
+    """Cached prefixes in the tiers were given up for others; no request. (blocks)"""
 
 
 class Event(NamedTuple):

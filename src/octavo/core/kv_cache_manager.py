@@ -16,32 +16,28 @@ from ..request import Request, Status, Swapped
 from .block_pool import BlockPool
 from .event_log import EventLog, Reason
 from .kept_prefixes import export, graft
-from .radix_cache import Match, Node, RadixCache, Tail
+from .radix_cache import Match, Node, Place, RadixCache, Tail, path_to
 
 
 class KVCacheManager:
     """Block tables of requests over one pool and one prefix cache."""
 
     def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool,
-        event_log: EventLog,
-        num_slots: int = 0,
+        self, config: CacheConfig, num_blocks: int, event_log: EventLog, *, num_slots: int = 0
     ) -> None:
-        self.block_size = block_size
+        self.block_size = config.block_size
         self.pool = BlockPool(num_blocks)
         self.slots = BlockPool(num_slots)
         """Places for a block each in the tiers below the pool, the fastest tier first."""
-        self.cache = RadixCache(block_size)
-        self._enable_prefix_caching = enable_prefix_caching
+        self.cache = RadixCache(config.block_size)
+        self._enable_prefix_caching = config.enable_prefix_caching
         self.event_log = event_log
         self._pinned: dict[int, Node] = {}  # where each live request's cached path ends, by id
         # The head of the queue asks again in every step that it waits; the answer is kept until
         # the tree changes (C113). Key: request id, reusable tokens, version of the tree.
         self._last_match: tuple[tuple[int, int, int], Match | None] = ((-1, -1, -1), None)
+        self._places: dict[int, Place] = {}
+        """Where waiting requests leave the tree, as found when they were last asked for, by id."""
         self._transfers: list[Transfer] = []
 
     @property
@@ -77,8 +73,8 @@ class KVCacheManager:
         num_reusable = request.num_reusable_tokens
         key = (request.request_id, num_reusable, self.cache.version)
         if self._last_match[0] != key:
-            match = self.cache.match(request.token_ids, num_reusable, request.cache_scope)
-            self._last_match = (key, match)
+            place = self._find_place(request)
+            self._last_match = (key, self.cache.match_at(place, request.token_ids, num_reusable))
         match, leader = self._last_match[1], request.leader
         if request.swapped is not None:
             return _resumed(request.swapped, match)
@@ -114,10 +110,14 @@ class KVCacheManager:
 
     def num_hit_blocks(self, request: Request) -> int:
         """Blocks that `request` would find in the cache now."""
-        match = self.cache.match(
-            request.token_ids, request.num_reusable_tokens, request.cache_scope
-        )
-        return 0 if match is None else len(match.block_ids) + len(match.slots)
+        return self._find_place(request).num_blocks
+
+    def _find_place(self, request: Request) -> Place:
+        request_id, most = request.request_id, request.num_reusable_tokens
+        before = self._places.get(request_id)
+        place = self.cache.find(request.token_ids, most, request.cache_scope, before)
+        self._places[request_id] = place
+        return place
 
     def num_yielded(self, victims: Iterable[Request], match: Match | None) -> int:
         """Blocks that become available if all of `victims` give theirs back, `match` left out.
@@ -134,6 +134,7 @@ class KVCacheManager:
         """Begin a block table with the prefix that `find_prefix` gave; a begun block is copied,
         since the request writes on in it. There must be a block for that."""
         assert not request.block_ids, "a request that starts holds blocks already"
+        self._places.pop(request.request_id, None)
         if match is None:
             request.num_computed_tokens = 0
             return
@@ -171,8 +172,9 @@ class KVCacheManager:
 
     def drop_swapped(self, request: Request) -> None:
         """Give up what is kept in a tier of a request, because it is back or has ended."""
+        self._places.pop(request.request_id, None)
         if request.swapped is not None:
-            self.slots.release(request.swapped.slots)
+            self._release_slots(request.swapped.slots)
             request.swapped = None
 
     def _take_slots(self, num_slots: int) -> list[int] | None:
@@ -181,8 +183,14 @@ class KVCacheManager:
         if num_short > self.cache.num_evictable_slots:
             return None
         if num_short > 0:
-            self.slots.release(self.cache.evict_slots(num_short))
+            dropped = self.cache.evict_slots(num_short)
+            self._release_slots(dropped)
+            self.event_log.record(Reason.DROPPED, None, len(dropped))
         return self.slots.allocate(num_slots)
+
+    def _release_slots(self, slots: list[int]) -> None:
+        self.slots.release(slots)
+        self._transfers += [Transfer("drop", slot, slot) for slot in slots]
 
     def _save(self, block_ids: list[int]) -> list[int] | None:
         """Keep cached blocks that are evicted in a tier, if there is room."""
@@ -194,7 +202,7 @@ class KVCacheManager:
         return slots
 
     def _release_dropped(self) -> None:
-        self.slots.release(self.cache.dropped_slots)
+        self._release_slots(self.cache.dropped_slots)
         self.cache.dropped_slots.clear()
 
     def allocate(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
@@ -277,8 +285,11 @@ class KVCacheManager:
         self.pool.check()
         self.slots.check()
         slots = Counter(self.cache.slots())
+        waiting_ids = set[int]()
         for request in waiting:
+            waiting_ids.add(request.request_id)
             slots.update(() if request.swapped is None else request.swapped.slots)
+        assert self._places.keys() <= waiting_ids, "a place is kept of one that does not wait"
         expected = [slots[slot] for slot in range(self.slots.num_blocks)]
         assert self.slots.ref_counts == expected, "slots are not those of tree and waiting requests"
         assert not self.cache.dropped_slots, "slots left the tree and were not given back"
@@ -291,10 +302,8 @@ class KVCacheManager:
                 f"{request} holds a block twice"
             )
             counts.update(request.block_ids)
-            at = self._pinned.get(request.request_id)
-            while at is not None and at.parent is not None:
-                pins[at] += 1
-                at = at.parent
+            if request.request_id in self._pinned:
+                pins.update(path_to(self._pinned[request.request_id]))
         assert self._pinned.keys() <= {request.request_id for request in requests}, (
             "a request left without letting go of its prefix"
         )
@@ -324,14 +333,9 @@ class ContiguousKVManager(KVCacheManager):
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_model_len: int, event_log: EventLog
+        self, config: CacheConfig, num_blocks: int, event_log: EventLog, *, max_model_len: int
     ) -> None:
-        super().__init__(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            enable_prefix_caching=False,
-            event_log=event_log,
-        )
+        super().__init__(config, num_blocks, event_log)
         self._num_reserved = super().num_blocks_for(max_model_len)
         if self._num_reserved > num_blocks:
             wanted = f"at least {self._num_reserved}, for one request of max_model_len tokens"
@@ -357,16 +361,5 @@ def make_kv_manager(
 ) -> KVCacheManager:
     """Paged, or the contiguous baseline, as the settings say."""
     if config.kv_reservation == "contiguous":
-        return ContiguousKVManager(
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            event_log=event_log,
-        )
-    return KVCacheManager(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        event_log=event_log,
-        num_slots=num_slots,
-    )
+        return ContiguousKVManager(config, num_blocks, event_log, max_model_len=max_model_len)
+    return KVCacheManager(config, num_blocks, event_log, num_slots=num_slots)

@@ -74,6 +74,10 @@ def choose_victims(
     return victims
 
 
+Means = Callable[[Request, KVCacheManager], None]
+"""What takes a running request's blocks from it."""
+
+
 class PreemptionMode(Protocol):
     """What happens to the K/V of a preempted request. Made from (settings, measured rates)."""
 
@@ -95,6 +99,13 @@ class Recompute:
     def preempt(self, request: Request, kv: KVCacheManager) -> None:
         kv.free(request)
         request.num_computed_tokens = 0
+
+
+def lose(request: Request, kv: KVCacheManager) -> None:
+    """What was kept can't be read back: nothing of the path that it was on is used again."""
+    kv.event_log.record(Reason.LOST, request.request_id)
+    kv.free(request, publish=False)
+    request.num_computed_tokens = 0
 
 
 class Swap:
@@ -132,7 +143,8 @@ class Auto(Swap):
 
     def _is_worth_it(self, request: Request, kv: KVCacheManager) -> bool:
         num_blocks = kv.num_blocks_for(request.num_computed_tokens)
-        swap = self._rates.swap_us(num_blocks, kv.slots.lowest_free)
+        num_kept = kv.slots.num_blocks - kv.slots.num_free
+        swap = self._rates.swap_us(num_blocks, num_kept)
         recompute = self._rates.recompute_us(request.num_computed_tokens)
         costs = (-1 if us is None else us for us in (swap, recompute))
         kv.event_log.record(Reason.ESTIMATED, request.request_id, *costs)

@@ -29,9 +29,10 @@ class Rates:
             bucket = timing.num_tokens.bit_length()
             _average(self._us_per_token, bucket, timing.compute_us / timing.num_tokens)
 
-    def swap_us(self, num_blocks: int, slot: int | None) -> int | None:
-        """To move so many blocks to the tier of `slot` and back."""
-        tier = 0 if slot is None or slot < self.num_ram_slots else 1
+    def swap_us(self, num_blocks: int, num_kept: int) -> int | None:
+        """To move so many blocks to the tiers, which keep `num_kept`, and back: RAM is used first,
+        and when it is full each block that comes costs a write to the file."""
+        tier = int(num_kept + num_blocks > self.num_ram_slots)
         ways = [self._us_per_block.get((kind, tier)) for kind in ("store", "load")]
         known = [us for us in ways if us is not None]
         return round(num_blocks * 2 * sum(known) / len(known)) if known else None

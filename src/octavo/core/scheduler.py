@@ -31,12 +31,14 @@ from .journal import Journal
 from .kv_cache_manager import make_kv_manager
 from .limits import Limits
 from .policy import by_name
-from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
+from .preemption import PREEMPTION_MODES, VICTIM_POLICIES, Means, lose
 from .radix_cache import Match
 from .rates import Rates
 from .stats import SchedulerStats, stats_of
 from .stop_rules import find_stop
 from .waiting_orders import WAITING_ORDERS
+
+RUNNING = Status.RUNNING  # looking a member up costs as much as all else that a loop asks
 
 
 class Draft:
@@ -138,7 +140,7 @@ class Scheduler:
             if request in busy:
                 draft.num_blocks_owed += self.kv.num_blocks_owed(request)
                 continue
-            if request.status is not Status.RUNNING:  # a victim of this step
+            if request.status is not RUNNING:  # a victim of this step
                 continue
             num_new = min(num_tokens - num_computed, draft.budget)
             if num_new == 0:
@@ -190,7 +192,7 @@ class Scheduler:
         entry = draft.entries.pop(victim, None)
         if entry is not None:  # it was placed in this very step (C7)
             draft.budget += entry.num_new_tokens
-        self._preempt(victim, needy)
+        self._preempt(victim, needy, self._preemption.preempt)
 
     def import_prefixes(self, runs: list[KeptRun]) -> None:
         """Begin with cached prefixes that the tiers hold already."""
@@ -202,15 +204,15 @@ class Scheduler:
         if request is None:
             return False
         assert not self.in_flight, "a step is in flight"
-        self._preempt(request, request)
+        self._preempt(request, request, self._preemption.preempt)
         return True
 
-    def _preempt(self, victim: Request, needy: Request) -> None:
+    def _preempt(self, victim: Request, needy: Request, means: Means) -> None:
         self.journal.preempt(victim, needy)
         del self.running[victim.request_id]
         if not self.running:
             self._drop_padding()
-        self._preemption.preempt(victim, self.kv)
+        means(victim, self.kv)
         self._free_row(victim)
         victim.status = Status.PREEMPTED
         victim.num_preemptions += 1
@@ -229,7 +231,7 @@ class Scheduler:
             leader = request.leader
             request.num_cached_tokens = num_hits if leader is None else leader.num_cached_tokens
         row = request.row = heappop(self.free_rows)
-        request.status = Status.RUNNING
+        request.status = RUNNING
         self.running[request.request_id] = request
         draft.starts.append(new_request(request))
         draft.entries[request] = ScheduledRequest(
@@ -245,24 +247,27 @@ class Scheduler:
         assert plan.step == result.step, "this is the result of another step"
         if result.timing is not None:
             self.rates.observe(result.timing)
-        faults = {fault.row: fault.message for fault in result.faults}
+        faults = {fault.row: fault for fault in result.faults}
         sampled = {token.row: token for token in result.sampled}
         scored = {part.row: part.logprobs for part in result.prompt_logprobs}
         events: list[TokenEvent] = []
         requests = self.in_flight.pop(plan.step, ())
         for entry, request in zip(plan.scheduled, requests, strict=True):
-            if request.status is not Status.RUNNING:
+            if request.status is not RUNNING:
                 if request.row is not None and request not in self.batching.padding:
                     self._free(request)
                 continue
             request_id = request.request_id
             if faults and entry.row in faults:
-                message = faults[entry.row]
+                _, message, retry = faults[entry.row]
+                if retry:
+                    self._preempt(request, request, lose)
+                    continue
                 self._end(request, "error", message)
                 events.append(TokenEvent(request_id, (), (), "error", None, message))
                 continue
             request.num_computed_tokens = entry.num_computed_tokens + entry.num_new_tokens
-            if entry.row in scored:
+            if scored and entry.row in scored:
                 request.prompt_logprobs += scored[entry.row]
             if not entry.samples:
                 continue
@@ -271,7 +276,7 @@ class Scheduler:
             finish_reason, stop_reason = find_stop(request, token_id, self.limits.max_model_len)
             if finish_reason is not None:
                 self._end(request, finish_reason)
-            elif entry.num_new_tokens > 1 or request.num_output_tokens == 1:
+            elif entry.num_new_tokens > 1 or entry.num_computed_tokens < request.num_prompt_tokens:
                 # A prefill is done, and its last row, which attends to all others, was good.
                 self.kv.publish(request)
             events.append(
@@ -302,7 +307,7 @@ class Scheduler:
         self.journal.end(request, reason, message)
         request_id = request.request_id
         del self.requests[request_id]
-        was_running = request.status is Status.RUNNING
+        was_running = request.status is RUNNING
         request.status = Status.FINISHED
         request.finish_reason = reason
         if not was_running:

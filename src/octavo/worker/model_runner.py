@@ -100,7 +100,7 @@ class ModelRunner:
         for scheduled in plan.scheduled if lost else ():
             if not lost.isdisjoint(scheduled.new_block_ids):
                 text = "K/V of this request could not be read back from the tier that kept them"
-                failed[scheduled.row] = RowFault(scheduled.row, text)
+                failed[scheduled.row] = RowFault(scheduled.row, text, retry=True)
                 sampled = tuple(token for token in sampled if token.row != scheduled.row)
         faults = tuple(failed.values())
         return StepResult(plan.step, sampled, faults, prompt_logprobs, timing)
