@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig
@@ -20,7 +21,7 @@ from ..worker.load import load_executor
 from .engine_core import EngineCore
 from .grammar import Grammars
 from .input_processor import InputProcessor
-from .metrics import Metrics
+from .metrics import Metrics, Unwatched
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
@@ -60,8 +61,10 @@ def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     )
 
 
-def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
+def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool = True) -> Engine:
     """Find the model, load it, and connect scheduler, executor and text.
+
+    scraped: whether somebody reads the metrics.
 
     Raises ModelLoadError for a model that can't be had and ConfigError for impossible settings.
     """
@@ -76,7 +79,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
     prefix_file = config.cache.prefix_cache_file
     if prefix_file is not None and config.cache.enable_prefix_caching:
         scheduler.import_prefixes(executor.load_prefixes(prefix_file))
-    metrics = Metrics(checkpoint.name)
+    metrics: Any = Metrics(checkpoint.name) if scraped else Unwatched()
     eos_token_ids = checkpoint.generation.eos_token_ids
     grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
