@@ -15,6 +15,29 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
+#if !(defined(__AVX512F__) && defined(__AVX512BW__))
+// Bit i: whether lane i reaches `limit`.
+inline unsigned reaching(VF a, float limit) {
+    float lanes[VF::W];
+    store(lanes, a);
+    unsigned found = 0;
+    for (int i = 0; i < VF::W; ++i) found |= static_cast<unsigned>(lanes[i] >= limit) << i;
+    return found;
+}
+// The chosen lanes of `values`, and first + lane for each, side by side; how many.
+inline i64 append(VF values, std::int32_t first, unsigned chosen, float* out, std::int32_t* ids) {
+    float lanes[VF::W];
+    store(lanes, values);
+    i64 count = 0;
+    for (int i = 0; i < VF::W; ++i) {
+        if (!(chosen >> i & 1u)) continue;
+        out[count] = lanes[i];
+        ids[count++] = first + i;
+    }
+    return count;
+}
+#endif
+
 // A number that bf16 holds exactly.
 inline void store_exact(bf16* p, VF a) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)

@@ -34,6 +34,7 @@ def test_generate_prints_the_exact_text_and_nothing_else_on_stdout(
     [(prompt, params)] = made[0].asked
     assert prompt == "The capital"
     assert (params.temperature, params.max_tokens) == (0.0, 256)
+    assert made[0].is_closed, "what is to outlive the process is written"
 
 
 @pytest.mark.parametrize(("flags", "max_tokens"), [([], 60), (["--max-tokens", "61"], 61)])

@@ -7,6 +7,7 @@ import json
 import resource
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,16 +71,16 @@ def run(args: argparse.Namespace) -> int:
     workload = read_workload(args.workload)
     from .answer import load
 
-    llm = load(args)
     params = [
         SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
         for limit in workload.max_tokens
     ]
-    before = llm.stats()
-    start = time.perf_counter()
-    outputs = llm.generate(workload.prompts, params, use_tqdm=sys.stderr.isatty())
-    wall = time.perf_counter() - start
-    after = llm.stats()
+    with closing(load(args)) as llm:
+        before = llm.stats()
+        start = time.perf_counter()
+        outputs = llm.generate(workload.prompts, params, use_tqdm=sys.stderr.isatty())
+        wall = time.perf_counter() - start
+        after = llm.stats()
     failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
     if failed:
         raise EngineFault(f"{len(failed)} of {len(outputs)} requests ended by a fault")

@@ -104,7 +104,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(titles[part])
         _add_fields(group, PARTS[part])
         if part == "backend":
-            _add_fields(group, EngineConfig, only=("seed", "record"))
+            _add_fields(group, EngineConfig, only=("seed", "record", "record_hashes"))
 
 
 def _add_fields(group: Any, cls: type, only: tuple[str, ...] | None = None) -> None:

@@ -74,6 +74,10 @@ def choose_victims(
     return victims
 
 
+Means = Callable[[Request, KVCacheManager], None]
+"""What takes a running request's blocks from it."""
+
+
 class PreemptionMode(Protocol):
     """What happens to the K/V of a preempted request. Made from (settings, measured rates)."""
 
@@ -97,16 +101,11 @@ class Recompute:
         request.num_computed_tokens = 0
 
 
-class Lose:
+def lose(request: Request, kv: KVCacheManager) -> None:
     """What was kept can't be read back: nothing of the path that it was on is used again."""
-
-    def preempt(self, request: Request, kv: KVCacheManager) -> None:
-        kv.event_log.record(Reason.LOST, request.request_id)
-        kv.free(request, publish=False)
-        request.num_computed_tokens = 0
-
-
-LOSE = Lose()
+    kv.event_log.record(Reason.LOST, request.request_id)
+    kv.free(request, publish=False)
+    request.num_computed_tokens = 0
 
 
 class Swap:

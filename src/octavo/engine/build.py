@@ -7,14 +7,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig
 from ..core.scheduler import Scheduler
-from ..errors import ConfigError, ModelLoadError
-from ..trace.record import RecordingScheduler
+from ..errors import ModelLoadError
+from ..trace.record import RecordingScheduler, open_recording
 from ..weights.sources import open_checkpoint, repairable
 from ..worker.executor import Executor
 from ..worker.load import load_executor
@@ -45,13 +44,8 @@ def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     """A scheduler, recording if asked to. Raises ConfigError if that can't be written."""
     make = Scheduler
     if config.record is not None:
-        try:
-            # Line-buffered: what a killed process decided last is in the file.
-            file = Path(config.record).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
-        except OSError as error:
-            wanted = f"a file that can be written ({error})"
-            raise ConfigError("record", config.record, wanted) from None
-        make = partial(RecordingScheduler, write=file.write)  # type: ignore[assignment]
+        write, hashed = open_recording(config.record), config.record_hashes
+        make = partial(RecordingScheduler, write=write, hashed=hashed)  # type: ignore[assignment]
     return make(
         config.scheduler,
         config.cache,
@@ -76,14 +70,14 @@ def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool =
         executor = load_executor(config, checkpoint)
         tokenizer = building.result()
     scheduler = make_scheduler(config, executor)
-    prefix_file = config.cache.prefix_cache_file
-    if prefix_file is not None and config.cache.enable_prefix_caching:
-        scheduler.import_prefixes(executor.load_prefixes(prefix_file))
     metrics: Any = Metrics(checkpoint.name) if scraped else Unwatched()
     eos_token_ids = checkpoint.generation.eos_token_ids
     grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
-    core.prefix_file = prefix_file
+    if config.cache.prefix_cache_file is not None:
+        core.begin_with_prefixes(
+            config.cache.prefix_cache_file, config.cache.prefix_cache_save_seconds
+        )
     inputs = InputProcessor(
         tokenizer,
         scheduler.limits,

@@ -167,32 +167,23 @@ class _SchedulerCollector:
             return
         # The engine's thread may be between two of these counts: a gauge is never negative (C67).
         used = max(0, stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks)
+        used_share = used / stats.num_blocks
         gauges = (
-            ("num_requests_running", "Requests in the batch", stats.num_running),
-            ("num_requests_waiting", "Requests in the queue", stats.num_waiting),
-            ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", used / stats.num_blocks),
+            ("vllm:num_requests_running", "Requests in the batch", stats.num_running),
+            ("vllm:num_requests_waiting", "Requests in the queue", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", used_share),
         )
+        recomputed = "Tokens computed again after a preemption"
         counters = (
-            ("num_preemptions", "Preemptions", stats.num_preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries_tokens),
-            ("prefix_cache_hits", "Prompt tokens found cached", stats.prefix_hits_tokens),
+            ("vllm:num_preemptions", "Preemptions", stats.num_preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens found cached", stats.prefix_hits_tokens),
+            ("octavo:recomputed_tokens", recomputed, stats.recomputed_tokens),
+            ("octavo:steps", "Engine steps", stats.steps),
         )
-        own = (
-            (
-                "recomputed_tokens",
-                "Tokens computed again after a preemption",
-                stats.recomputed_tokens,
-            ),
-            ("steps", "Engine steps", stats.steps),
-        )
-        names = list(self.metrics.labels)
-        values = list(self.metrics.labels.values())
-        for name, doc, value in gauges:
-            gauge = GaugeMetricFamily(f"vllm:{name}", doc, labels=names)
-            gauge.add_metric(values, value)
-            yield gauge
-        for prefix, family in (("vllm", counters), ("octavo", own)):
+        labels = self.metrics.labels
+        for kind, family in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, doc, value in family:
-                counter = CounterMetricFamily(f"{prefix}:{name}", doc, labels=names)
-                counter.add_metric(values, value)
-                yield counter
+                metric = kind(name, doc, labels=list(labels))
+                metric.add_metric(list(labels.values()), value)
+                yield metric

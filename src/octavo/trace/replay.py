@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,17 @@ from ..messages import (
 )
 from ..request import Request
 from ..sampling_params import SamplingParams
-from .record import FORMAT, as_tuples, plan_record, sampled_tokens
+from .record import (
+    ENDS_AS_EOS,
+    ENDS_AS_STOP,
+    FORMAT,
+    as_tuples,
+    plan_record,
+    sampled_tokens,
+)
+
+MAX_SIZE = 1 << 24
+"""Of anything counted in the first line: beyond that it is damaged, and would only fill memory."""
 
 NO_SCORE = TokenLogprobs(0.0, 1, ())
 """The scheduler counts the scores of a prompt, and never looks at one."""
@@ -80,6 +91,9 @@ class Player:
         if head[:2] != ["octavo", FORMAT]:
             raise ValueError(f"this is no recording of format {FORMAT}")
         scheduler, cache, sizes = head[2:]
+        counts = (sizes["num_blocks"], *sizes["num_slots"], scheduler["max_num_seqs"])
+        if not all(0 <= count <= MAX_SIZE for count in counts):
+            raise ValueError(f"sizes of {counts} can't be")
         self.scheduler = Scheduler(SchedulerConfig(**scheduler), CacheConfig(**cache), **sizes)
         self.num_steps = 0
         self._plans: dict[int, SchedulerOutput] = {}
@@ -98,7 +112,7 @@ class Player:
                     return f"request {request_id} ended ({reason}) while it ran; now it is gone"
             case "preempt", (request_id,):
                 self.scheduler.preempt(request_id)
-            case "plan", (recorded,):
+            case "plan", (recorded, *_):
                 plan = self.scheduler.schedule()
                 self.num_steps += 1
                 self._plans[plan.step] = plan
@@ -106,6 +120,7 @@ class Player:
             case "kept", (runs,):
                 self.scheduler.import_prefixes([KeptRun(*as_tuples(run)) for run in runs])
             case "result", (step, sampled, faults, timing, scored):
+                self._end_as_recorded(self._plans[step], sampled)
                 result = StepResult(
                     step,
                     sampled_tokens(sampled),
@@ -117,6 +132,18 @@ class Player:
             case _:
                 raise ValueError(f"{kind} is no kind of line")
         return None
+
+    def _end_as_recorded(self, plan: SchedulerOutput, sampled: list[list[int]]) -> None:
+        """A hashed token says itself whether it is one of those that end its request."""
+        ends = {row: (token_id, *flags) for row, token_id, *flags in sampled if flags}
+        requests = self.scheduler.in_flight.get(plan.step, ())
+        for entry, request in zip(plan.scheduled, requests, strict=False):
+            token_id, flags = ends.get(entry.row, (0, 0))
+            if flags & ENDS_AS_EOS:
+                request.eos_token_ids = (*request.eos_token_ids, token_id)
+            if flags & ENDS_AS_STOP:
+                stop_token_ids = (*request.params.stop_token_ids, token_id)
+                request.params = replace(request.params, stop_token_ids=stop_token_ids)
 
 
 def make_request(record: dict[str, Any], leader: Request | None = None) -> Request:
