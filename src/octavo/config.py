@@ -11,6 +11,7 @@ import math
 import os
 import textwrap
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from .errors import ConfigError
@@ -420,6 +421,7 @@ def _known() -> str:
     return ", ".join(names)
 
 
+@cache
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a config class, by field name, on one line each."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig
@@ -19,7 +20,7 @@ from ..worker.load import load_executor
 from .engine_core import EngineCore
 from .grammar import Grammars
 from .input_processor import InputProcessor
-from .metrics import Metrics
+from .metrics import Metrics, Unwatched
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
@@ -54,8 +55,10 @@ def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     )
 
 
-def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
+def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool = True) -> Engine:
     """Find the model, load it, and connect scheduler, executor and text.
+
+    scraped: whether somebody reads the metrics.
 
     Raises ModelLoadError for a model that can't be had and ConfigError for impossible settings.
     """
@@ -67,7 +70,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         executor = load_executor(config, checkpoint)
         tokenizer = building.result()
     scheduler = make_scheduler(config, executor)
-    metrics = Metrics(checkpoint.name)
+    metrics: Any = Metrics(checkpoint.name) if scraped else Unwatched()
     eos_token_ids = checkpoint.generation.eos_token_ids
     grammars = Grammars(
         tokenizer,

@@ -34,7 +34,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", **settings: Any) -> None:
         self.config = make_config(model=model, **settings)
-        self._engine: Engine = build_engine(self.config)
+        self._engine: Engine = build_engine(self.config, scraped=False)
         self._next_request_id = 0
         self._turns = threading.Lock()
         self._whose_turn: int | None = None
