@@ -26,12 +26,12 @@ from ..request import Request, Status
 from .admission import Admission
 from .audit import audit
 from .batching import BATCHING_MODES
-from .event_log import EventLog
+from .event_log import EventLog, Reason
 from .journal import Journal
 from .kv_cache_manager import make_kv_manager
 from .limits import Limits
 from .policy import by_name
-from .preemption import PREEMPTION_MODES, VICTIM_POLICIES, Means, lose
+from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
 from .radix_cache import Match
 from .rates import Rates
 from .stats import SchedulerStats, stats_of
@@ -192,7 +192,7 @@ class Scheduler:
         entry = draft.entries.pop(victim, None)
         if entry is not None:  # it was placed in this very step (C7)
             draft.budget += entry.num_new_tokens
-        self._preempt(victim, needy, self._preemption.preempt)
+        self._preempt(victim, needy)
 
     def import_prefixes(self, runs: list[KeptRun]) -> None:
         """Begin with cached prefixes that the tiers hold already."""
@@ -204,15 +204,15 @@ class Scheduler:
         if request is None:
             return False
         assert not self.in_flight, "a step is in flight"
-        self._preempt(request, request, self._preemption.preempt)
+        self._preempt(request, request)
         return True
 
-    def _preempt(self, victim: Request, needy: Request, means: Means) -> None:
+    def _preempt(self, victim: Request, needy: Request) -> None:
         self.journal.preempt(victim, needy)
         del self.running[victim.request_id]
         if not self.running:
             self._drop_padding()
-        means(victim, self.kv)
+        self._preemption.preempt(victim, self.kv)
         self._free_row(victim)
         victim.status = Status.PREEMPTED
         victim.num_preemptions += 1
@@ -261,7 +261,10 @@ class Scheduler:
             if faults and entry.row in faults:
                 _, message, retry = faults[entry.row]
                 if retry:
-                    self._preempt(request, request, lose)
+                    self.event_log.record(Reason.LOST, request.request_id)
+                    self.kv.free(request, publish=False)
+                    request.num_computed_tokens = 0
+                    self._preempt(request, request)
                     continue
                 self._end(request, "error", message)
                 events.append(TokenEvent(request_id, (), (), "error", None, message))
