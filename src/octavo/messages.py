@@ -73,6 +73,9 @@ class SchedulerOutput(NamedTuple):
     masks: tuple[tuple[int, bytes], ...] = ()
     """(row, which tokens may be sampled) of rows under a grammar: bit i % 8, the lowest first, of
     byte i // 8 is token i. A row whose params have a grammar samples nothing without a mask."""
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(row, tokens) that became known without being sampled: appended to what the row knows before
+    this step computes."""
 
 
 class KeptRun(NamedTuple):

@@ -164,8 +164,8 @@ def test_a_damaged_file_is_not_used(
     with kept(cache).open("rb") as file:
         index, begin = packed.read_index(file)
     _, _, offset, nbytes, _ = index["weights"][-1]
-    at = {"magic": 3, "digest": 40, "index": 70, "first": begin + 9}
-    at |= {"last": begin + offset + nbytes - 3}
+    at = {"magic": 3, "digest": 40, "index": 70, "first weight": begin + 9}
+    at |= {"last weight": begin + offset + nbytes - 3}
     if place == "end":
         whole += b"more"
     else:

@@ -9,7 +9,7 @@ budget, max_model_len and the free blocks (R6-R9).
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from heapq import heappop, heappush
 
 from ..config import CacheConfig, SchedulerConfig
@@ -294,6 +294,21 @@ class Scheduler:
         if not self.running:
             self._drop_padding()
         return events
+
+    def extend(self, request_id: int, token_ids: Sequence[int]) -> TokenEvent:
+        """Append tokens that nobody has to sample to a running request, between two steps; later
+        steps compute them like any that are known. Those behind an end are left out."""
+        request = self.requests[request_id]
+        num_before = len(request.token_ids)
+        finish_reason, stop_reason = None, None
+        for token_id in token_ids:
+            request.token_ids.append(token_id)
+            finish_reason, stop_reason = find_stop(request, token_id, self.limits.max_model_len)
+            if finish_reason is not None:
+                self._end(request, finish_reason)
+                break
+        added = tuple(request.token_ids[num_before:])
+        return TokenEvent(request_id, added, (), finish_reason, stop_reason)
 
     def finish(self, request_id: int, reason: str) -> bool:
         """End a request from outside (abort, a stop string): False if it is not live any more.

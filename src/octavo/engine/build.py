@@ -7,20 +7,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig
 from ..core.scheduler import Scheduler
 from ..errors import ModelLoadError
 from ..trace.record import RecordingScheduler, open_recording
-from ..trace.tier_metrics import TierCollector
 from ..weights.sources import open_checkpoint, repairable
 from ..worker.executor import Executor
 from ..worker.load import load_executor
 from .engine_core import EngineCore
 from .grammar import Grammars
 from .input_processor import InputProcessor
-from .metrics import Metrics
+from .metrics import Metrics, Unwatched
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
@@ -55,8 +55,10 @@ def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     )
 
 
-def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
+def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool = True) -> Engine:
     """Find the model, load it, and connect scheduler, executor and text.
+
+    scraped: whether somebody reads the metrics.
 
     Raises ModelLoadError for a model that can't be had and ConfigError for impossible settings.
     """
@@ -68,11 +70,19 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         executor = load_executor(config, checkpoint)
         tokenizer = building.result()
     scheduler = make_scheduler(config, executor)
-    metrics = Metrics(checkpoint.name)
-    tiers = TierCollector(scheduler.event_log, executor, metrics.labels)
-    metrics.registry.register(tiers)
+    metrics: Any = Unwatched()
+    if scraped:
+        from ..trace.tier_metrics import TierCollector
+
+        metrics = Metrics(checkpoint.name)
+        metrics.registry.register(TierCollector(scheduler.event_log, executor, metrics.labels))
     eos_token_ids = checkpoint.generation.eos_token_ids
-    grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
+    grammars = Grammars(
+        tokenizer,
+        vocab_size=executor.vocab_size,
+        eos_token_ids=eos_token_ids,
+        jump_forward=config.scheduler.jump_forward,
+    )
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
     if config.cache.prefix_cache_file is not None:
         core.begin_with_prefixes(
