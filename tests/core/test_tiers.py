@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beds.core_bed import CoreBed, alone
-from beds.workloads import Work, run, workloads
+from beds.workloads import Work, add, run, workloads
 from octavo.config import EngineConfig, SchedulerConfig, make_config
 from octavo.core.event_log import Reason
 from octavo.errors import ConfigError
-from octavo.messages import Moved, StepResult, Timing
+from octavo.messages import Moved, SchedulerOutput, StepResult, Timing
 from octavo.request import Status
 
 FEWER = settings().max_examples // 2
@@ -365,6 +367,64 @@ def test_overlapped_steps_with_swaps() -> None:
         ahead = following
     for i in range(12):
         assert bed.outputs[i] == alone(prompt(4 + i % 5, i % 3), 6 + i % 4)
+
+
+@given(
+    workload=workloads,
+    means=st.sampled_from(MEANS),
+    prefix_caching=st.booleans(),
+    depth=st.integers(2, 4),
+    broken=st.sets(st.integers(0, 6), max_size=3),
+    data=st.data(),
+)
+@settings(max_examples=FEWER)
+def test_blocks_in_flight_are_nobodys_whatever_ends_meanwhile(
+    workload: list[Work],
+    means: str,
+    prefix_caching: bool,
+    depth: int,
+    broken: set[int],
+    data: st.DataObject,
+) -> None:
+    """C22: up to `depth` plans are made before the first of them is executed, so that copies and
+    steps are late; requests are aborted and end in between; 6 blocks. No slot is written by a past
+    owner or read by a wrong one, and at the end no block is lost."""
+    bed = CoreBed(
+        num_blocks=6,
+        num_slots=(4, 3),
+        preemption_mode=means,
+        swap_threshold=3,
+        max_num_batched_tokens=12,
+        max_num_seqs=4,
+        enable_prefix_caching=prefix_caching,
+    )
+    bed.model.broken_slots = broken
+    scheduler = bed.scheduler
+    work_of: dict[int, Work] = {}
+    for work in workload:
+        if work.max_tokens <= scheduler.max_output_tokens(len(work.prompt)):
+            add(bed, work, work_of)
+    aborted: set[int] = set()
+    ahead: deque[SchedulerOutput] = deque()
+    for step in range(3000):
+        if not scheduler.has_unfinished() and not ahead:
+            break
+        if len(ahead) < depth and (not ahead or data.draw(st.booleans()) or step > 60):
+            ahead.append(scheduler.schedule())
+        else:
+            plan = ahead.popleft()
+            result: StepResult = bed.model.submit(plan)
+            bed.take(scheduler.update_from_output(plan, result))
+        if scheduler.requests and step < 60 and data.draw(st.integers(0, 9)) == 0:
+            victim = data.draw(st.sampled_from(sorted(scheduler.requests)))
+            scheduler.finish(victim, "abort")
+            aborted.add(victim)
+        scheduler.audit()
+    assert not scheduler.has_unfinished()
+    for request_id, work in work_of.items():
+        output, expected = bed.outputs[request_id], alone(list(work.prompt), work.max_tokens)
+        assert output == (expected[: len(output)] if request_id in aborted else expected)
+    assert scheduler.kv.num_available == 6
 
 
 def test_swapping_needs_somewhere_to_go() -> None:
