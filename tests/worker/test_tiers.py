@@ -147,6 +147,23 @@ def test_a_file_that_fails_loses_blocks_and_nothing_else(
     assert (first(tiers, 2), first(tiers, 1)) == (5, 3)
 
 
+def test_what_is_made_of_lost_blocks_is_lost(tmp_path: Path) -> None:
+    """A copy of a block that could not be loaded, and what is stored of it, in the same plan."""
+    tiers = make(4, 0, tmp_path)
+    tiers.move([Transfer("store", 0, 3)])
+    lost, _ = tiers.move(
+        [
+            Transfer("load", 0, 4),
+            Transfer("copy", 4, 5),
+            Transfer("store", 5, 1),
+            Transfer("load", 3, 2),
+            Transfer("load", 1, 3),
+        ]
+    )
+    assert lost == {3, 4, 5}
+    assert first(tiers, 2) == 1
+
+
 LIMITED = """
 import logging, resource, sys
 logging.basicConfig(stream=sys.stdout)
