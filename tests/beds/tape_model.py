@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.messages import (
+    SMALL_MODEL,
     NewRequest,
     RowFault,
     SampledToken,
@@ -107,6 +108,7 @@ class TapeModel:
         self.scripts = dict(scripts or {})
         self.faults = dict(faults or {})
         self.num_slots = self.num_tier_slots = num_slots
+        self.costs = SMALL_MODEL
         self.kept: dict[int, list[Slot | None]] = {}
         """What is stored in each slot of the tiers."""
         self.broken_slots: set[int] = set()

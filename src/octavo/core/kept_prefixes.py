@@ -20,15 +20,8 @@ def export(cache: RadixCache, max_blocks: int) -> list[KeptRun]:
             continue
         max_blocks -= len(node.block_ids)
         index_of[node] = len(runs)
-        runs.append(
-            KeptRun(
-                _scope_of(cache, node),
-                index_of.get(parent, -1),
-                node.token_ids,
-                tuple(node.block_ids),
-                node.in_tier,
-            )
-        )
+        scope, follows, places = _scope_of(cache, node), index_of.get(parent, -1), node.block_ids
+        runs.append(KeptRun(scope, follows, node.token_ids, tuple(places), node.in_tier))
     return runs
 
 

@@ -13,7 +13,15 @@ from typing import Any
 
 from ..config import CacheConfig, SchedulerConfig
 from ..core.scheduler import Scheduler
-from ..messages import KeptRun, SampledToken, SchedulerOutput, StepResult, TokenEvent
+from ..messages import (
+    SMALL_MODEL,
+    KeptRun,
+    ModelCosts,
+    SampledToken,
+    SchedulerOutput,
+    StepResult,
+    TokenEvent,
+)
 from ..request import Request
 from ..sampling_params import SamplingParams
 
@@ -32,6 +40,7 @@ class RecordingScheduler(Scheduler):
         num_blocks: int,
         max_model_len: int,
         num_slots: tuple[int, int] = (0, 0),
+        costs: ModelCosts = SMALL_MODEL,
         write: Callable[[str], object],
     ) -> None:
         super().__init__(
@@ -40,6 +49,7 @@ class RecordingScheduler(Scheduler):
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             num_slots=num_slots,
+            costs=costs,
         )
         self._write = write
         self._record(
@@ -47,7 +57,12 @@ class RecordingScheduler(Scheduler):
             FORMAT,
             asdict(scheduler_config),
             asdict(cache_config),
-            {"num_blocks": num_blocks, "max_model_len": max_model_len, "num_slots": num_slots},
+            {
+                "num_blocks": num_blocks,
+                "max_model_len": max_model_len,
+                "num_slots": num_slots,
+                "costs": costs,
+            },
         )
 
     def _record(self, *parts: object) -> None:

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 from ..config import CacheConfig, SchedulerConfig
 from ..core.scheduler import Scheduler
 from ..errors import OctavoError
-from ..messages import KeptRun, RowFault, SchedulerOutput, StepResult, Timing
+from ..messages import (
+    SMALL_MODEL,
+    KeptRun,
+    ModelCosts,
+    RowFault,
+    SchedulerOutput,
+    StepResult,
+    Timing,
+)
 from ..request import Request
 from ..sampling_params import SamplingParams
 from .record import FORMAT, as_tuples, plan_record, sampled_tokens
@@ -69,6 +77,7 @@ class Player:
         if head[:2] != ["octavo", FORMAT]:
             raise ValueError(f"this is no recording of format {FORMAT}")
         scheduler, cache, sizes = head[2:]
+        sizes["costs"] = ModelCosts(*as_tuples(sizes.get("costs", SMALL_MODEL)))
         self.scheduler = Scheduler(SchedulerConfig(**scheduler), CacheConfig(**cache), **sizes)
         self.num_steps = 0
         self._plans: dict[int, SchedulerOutput] = {}
