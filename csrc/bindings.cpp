@@ -14,6 +14,7 @@
 #include "levels.hpp"
 #include "linear.hpp"
 #include "memory.hpp"
+#include "packed.hpp"
 #include "program.hpp"
 #include "quantised.hpp"
 #include "threads.hpp"
@@ -332,9 +333,21 @@ public:
         level_->copy_rows(from, indices.data(), to);
     }
 
+    void mask(const Out& logits, const Indices& rows, const ByteRows& masks) const {
+        MaskArgs args{};
+        args.logits = logits_of(logits);
+        args.num_rows = static_cast<i64>(masks.shape(0));
+        args.num_bytes = static_cast<i64>(masks.shape(1));
+        require_range(rows, args.num_rows, args.logits.rows, "rows");
+        args.rows = rows.data();
+        args.masks = masks.data();
+        nb::gil_scoped_release released;
+        level_->mask(args);
+    }
+
     void sample(const Out& logits, const Indices& rows, const In& temperature, const In& floors,
                 const Indices& top_k, const In& top_p, const In& seeds, const In& positions,
-                const Out& out) const {
+                const In& show, const Out& out) const {
         SampleArgs args{};
         args.logits = logits_of(logits);
         args.num_rows = static_cast<i64>(rows.shape(0));
@@ -347,6 +360,7 @@ public:
         args.top_p = column<double>(top_p, args.num_rows, "top_p");
         args.seeds = column<std::uint64_t>(seeds, args.num_rows, "seeds");
         args.positions = column<i64>(positions, args.num_rows, "positions");
+        args.show = column<std::uint8_t>(show, args.num_rows, "show");
         args.out = const_cast<std::int32_t*>(column<std::int32_t>(out, args.num_rows, "out"));
         nb::gil_scoped_release released;
         level_->sample(args);
@@ -474,6 +488,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("in_features", [](const octavo::Linear& l) { return l.weight.k; })
         .def_prop_ro("nbytes", &octavo::Linear::nbytes);
 
+    bind_packed(m);
+
     nb::class_<KVCache>(m, "KVCache")
         .def_prop_ro("num_layers", [](const KVCache& c) { return c.pool.num_layers; })
         .def_prop_ro("num_blocks", [](const KVCache& c) { return c.pool.num_blocks; })
@@ -500,6 +516,7 @@ NB_MODULE(_native, m) {
         .def("paged_attention", &Ops::attention)
         .def("silu_and_mul", &Ops::silu_and_mul)
         .def("gather_rows", &Ops::gather_rows)
+        .def("mask", &Ops::mask)
         .def("sample", &Ops::sample)
         .def("logprobs", &Ops::logprobs)
         .def("replay", &Ops::replay);

@@ -16,13 +16,19 @@ namespace octavo {
 class Linear {
 public:
     Linear(PackedWeight weight, RegionPool::Part part)
-        : weight(weight), region_(std::move(part.region)) {}
+        : weight(weight), owner_(std::move(part.region)) {}
     Linear(PackedWeight quantised, std::vector<CellPanel> cells, RegionPool::Part part)
-        : weight(quantised), cells_(std::move(cells)), region_(std::move(part.region)) {
-        weight.cells = cells_.data();
+        : Linear(quantised, std::move(cells), std::shared_ptr<const void>(part.region)) {}
+    // No cells: a weight that is not quantised. `owner` keeps the memory.
+    Linear(PackedWeight packed, std::vector<CellPanel> cells, std::shared_ptr<const void> owner)
+        : weight(packed), cells_(std::move(cells)), owner_(std::move(owner)) {
+        if (!cells_.empty()) weight.cells = cells_.data();
     }
     Linear(const Linear&) = delete;
     PackedWeight weight;
+    const std::vector<CellPanel>& cells() const { return cells_; }
+    // [nbytes()]: all of it lies together.
+    const void* data() const { return cells_.empty() ? weight.data : cells_.front().data; }
     i64 nbytes() const {
         if (weight.cells == nullptr) {
             return weight.num_panels() * weight.panel_elements() * item_size(weight.dtype);
@@ -36,7 +42,7 @@ public:
 
 private:
     std::vector<CellPanel> cells_;
-    std::shared_ptr<Region> region_;
+    std::shared_ptr<const void> owner_;
 };
 
 struct NamedKind {

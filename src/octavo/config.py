@@ -10,6 +10,7 @@ import inspect
 import os
 import textwrap
 from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 from .errors import ConfigError
 
@@ -257,8 +258,28 @@ class BackendConfig:
     a row) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
     too. Faster for few requests at a time, slower for many. Default: weights as dtype says."""
 
+    packed_cache: str = "auto"
+    """Keep weights as they are packed in a file beside the models in the cache, so that the next
+    start need not pack them: auto (map the file, or copy it where mapped memory is slower to read),
+    map, copy or off. `octavo models` lists these files, `octavo models clear` removes them."""
+
+    huge_pages: bool = True
+    """Ask the system for huge pages for weights, KV pool and scratch memory of the cpu backend."""
+
+    def kernel_settings(self) -> dict[str, Any]:
+        """What kernels.api.load_backend takes besides the backend's name."""
+        names = ("threads", "isa", "dtype", "quantization", "packed_cache", "huge_pages")
+        return {name: getattr(self, name) for name in names}
+
     def __post_init__(self) -> None:
         _check_types(self)
+        ways = ("auto", "map", "copy", "off")
+        _require(
+            self.packed_cache in ways,
+            "packed_cache",
+            self.packed_cache,
+            f"one of {', '.join(ways)}",
+        )
         _require(self.backend in ("cpu", "reference"), "backend", self.backend, "cpu or reference")
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
         dtypes = ("auto", "bfloat16", "float32")

@@ -124,6 +124,19 @@ class CoreBed:
         assert not self.scheduler.has_unfinished(), f"not done after {max_steps} steps"
         return self
 
+    def set_rates(
+        self,
+        *,
+        us_per_token: float,
+        store: tuple[float, float] = (1.0, 1.0),
+        load: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        """As if measured for long: what a token costs, and a block to and from RAM and file."""
+        rates = self.scheduler.rates
+        rates._us_per_token = {1: us_per_token}
+        ways = {"store": store, "load": load}
+        rates._us_per_block = {(kind, i): us[i] for kind, us in ways.items() for i in (0, 1)}
+
     def reasons(self, request_id: int) -> list[Reason]:
         """The story of a request in one word each."""
         return [event.reason for event in self.scheduler.event_log.of_request(request_id)]

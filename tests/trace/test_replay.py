@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def recorded(**settings: Any) -> tuple[CoreBed, list[str]]:
     return bed, lines
 
 
-def busy_run(*, forks: bool = False, **settings: Any) -> list[str]:
+def busy_run(*, forks: bool = False, scored: Container[int] = (), **settings: Any) -> list[str]:
     """Preemptions, faults, aborts, stop ids, hits, priorities and tenants in a small pool."""
     bed, lines = recorded(
         num_blocks=12, max_num_batched_tokens=9, max_num_seqs=3, faults={3: 2}, **settings
@@ -54,6 +55,7 @@ def busy_run(*, forks: bool = False, **settings: Any) -> list[str]:
             leader=0 if forks and i == 1 else None,
             stop_token_ids=(7, 8),
             min_tokens=2,
+            prompt_logprobs=0 if i in scored else None,
         )
         bed.step()
         if i == 6:
@@ -93,6 +95,18 @@ def test_a_replay_moves_the_same_blocks(means: str) -> None:
     assert "transfers was" in str(before.difference)
 
 
+@pytest.mark.parametrize("means", ["swap", "recompute"])
+def test_a_replay_knows_which_prompts_are_scored(means: str) -> None:
+    """What a request may take from the prefix cache depends on the scores that it has (C43)."""
+    lines = busy_run(scored=range(9), forks=True, preemption_mode=means, num_slots=(3, 9))
+    assert replay(lines).difference is None
+    cut = [
+        json.dumps([*json.loads(line)[:-1], []]) + "\n" if line.startswith('["result"') else line
+        for line in lines
+    ]
+    assert "step" in str(replay(cut).difference)
+
+
 def edited(lines: list[str], number: int, **settings: object) -> list[str]:
     """The recording, with other settings in its head (number 1: of the scheduler)."""
     head = json.loads(lines[0])
@@ -126,9 +140,9 @@ def test_a_changed_result_changes_what_follows() -> None:
     """Inputs are part of the recording: an answer that ends elsewhere is seen."""
     lines = busy_run()
     at = next(i for i, line in enumerate(lines) if line.startswith('["result"') and i > 40)
-    kind, step, sampled, faults, _ = json.loads(lines[at])
+    kind, step, sampled, *rest = json.loads(lines[at])
     sampled[0][1] = 7  # a stop id
-    lines[at] = json.dumps([kind, step, sampled, faults]) + "\n"
+    lines[at] = json.dumps([kind, step, sampled, *rest]) + "\n"
     outcome = replay(lines)
     assert outcome.difference is not None
     assert outcome.num_steps >= step
@@ -152,8 +166,8 @@ def test_a_recording_that_was_cut_is_played_as_far_as_it_goes(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "hello\n", "[1,2]\n", '["octavo",99,{},{},{}]\n', "[]\n"],
-    ids=["empty", "no json", "no head", "other version", "nothing"],
+    ["", "hello\n", "[1,2]\n", '["octavo",99,{},{},{}]\n', "[]\n", "[" * 100_000 + "\n"],
+    ids=["empty", "no json", "no head", "other version", "nothing", "too deep"],
 )
 def test_what_is_no_recording_is_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -165,6 +179,36 @@ def test_what_is_no_recording_is_refused(
     assert main(["replay", str(path)]) == 1
     assert main(["replay", str(tmp_path / "missing")]) == 1
     assert "can't be read" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    bed, lines = recorded()
+
+    def write(line: str) -> None:
+        if len(lines) == 5:
+            raise OSError(28, "No space left on device")
+        lines.append(line)
+
+    bed.scheduler._write = write  # type: ignore[attr-defined]
+    bed.add([1, 2, 3], 9)
+    bed.run()
+    assert len(bed.outputs[0]) == 9
+    assert caplog.text.count("the recording ends here") == 1
+    assert replay(lines).difference is None
+
+
+@pytest.mark.parametrize("part", ["5", "null", "{}", "[]", '"x"', '{"step":1}'])
+@pytest.mark.parametrize("kind", ["add", "finish", "preempt", "plan", "kept", "result", "other"])
+def test_a_damaged_line_is_named(kind: str, part: str) -> None:
+    """Whatever a line is, there is no traceback: it can't be played, or parts from the run."""
+    lines = busy_run()
+    lines[3] = f'["{kind}",{part}]\n'
+    try:
+        found = replay(lines).difference
+    except ReplayError as error:
+        found = str(error)
+    assert found is not None
+    assert "line" in found or "step" in found or "ended" in found
 
 
 def test_a_request_held_to_a_form_can_be_played() -> None:

@@ -44,7 +44,7 @@ def build_parser() -> Parser:
     bench.set_defaults(parser=bench)
     kinds = bench.add_subparsers(title="benchmarks", dest="bench", metavar="BENCHMARK")
     _throughput(kinds.add_parser("throughput", help="run a file of requests, all at once"))
-    _models(commands.add_parser("models", help="list known and cached models, or fetch one"))
+    _models(commands.add_parser("models", help="list known and cached models, fetch one, clear"))
     scenario = commands.add_parser("scenario", help="worked examples of scheduling, drawn")
     _scenario(scenario)
     replay = commands.add_parser("replay", help="run the scheduler over a recording")
@@ -125,7 +125,7 @@ def _throughput(parser: Parser) -> None:
 
 
 def _models(parser: Parser) -> None:
-    parser.add_argument("action", nargs="?", choices=("list", "fetch"), default="list")
+    parser.add_argument("action", nargs="?", choices=("list", "fetch", "clear"), default="list")
     parser.add_argument("name", nargs="?", metavar="NAME", help="Alias or hub id, for fetch.")
     parser.set_defaults(module="models", parser=parser)
 

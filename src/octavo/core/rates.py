@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
 
 from ..messages import ModelCosts, Timing, Transfer
 
 WEIGHT = 0.25
 """Of the newest measurement in a moving average."""
 MOST = 4
-"""So many times the average is the most that one measurement may say: it may have been hindered."""
+"""So many times the average is the most that one measurement may say: the machine may have been
+busy elsewhere. What moving blocks takes by the book counts as the first measurement."""
 DOUBT = 0.98
 """What is believed too slow to be used is not measured again: believed by so much each time."""
 
@@ -34,10 +34,12 @@ class Rates:
     def observe(self, timing: Timing) -> None:
         """Take in what a step took."""
         for kind, tier, num_blocks, us in timing.moved:
-            _average(self._us_per_block, (kind, tier), us / num_blocks)
+            before = self._block_us(kind, tier)
+            self._us_per_block[kind, tier] = _average(before, us / num_blocks)
         if timing.num_tokens:
-            bucket = timing.num_tokens.bit_length()
-            _average(self._us_per_token, bucket, timing.compute_us / timing.num_tokens)
+            bucket, us_each = timing.num_tokens.bit_length(), timing.compute_us / timing.num_tokens
+            before = self._us_per_token.get(bucket, us_each)
+            self._us_per_token[bucket] = _average(before, us_each)
 
     def follow(self, transfers: Iterable[Transfer]) -> None:
         """Know where slots are, as the tiers decide it: RAM holds what was stored last."""
@@ -61,7 +63,9 @@ class Rates:
 
     def num_worth_loading(self, slots: Sequence[int], block_size: int) -> int:
         """How many of these, from the first on, to read in order to save most: after what is not
-        read all has to be computed."""
+        read all has to be computed. Before anything was computed here: all."""
+        if not self._us_per_token:
+            return len(slots)
         each = self.recompute_us(len(slots) * block_size) / len(slots)
         saved = [0, *accumulate(each - us for us in self.load_us(slots))]
         return saved.index(max(saved))
@@ -83,6 +87,5 @@ class Rates:
         return round(num_tokens * self._us_per_token[nearest])
 
 
-def _average(averages: dict[Any, float], key: Any, value: float) -> None:
-    before = averages.get(key, value)
-    averages[key] = before * (1 - WEIGHT) + min(value, MOST * before) * WEIGHT
+def _average(before: float, value: float) -> float:
+    return before * (1 - WEIGHT) + min(value, MOST * before) * WEIGHT

@@ -31,7 +31,10 @@ class WeightLoader:
         `parts` are (tensor name, out_features). Fusing q, k, v or gate, up like this makes one
         wide product of several (R38, R57).
         """
-        packed = self._stored(parts, in_features) or self._dequantised(parts, in_features)
+        packed = self._kernels.pack_once(
+            f"{parts} x {in_features}",
+            lambda: self._stored(parts, in_features) or self._dequantised(parts, in_features),
+        )
         self.nbytes += packed.nbytes
         return packed
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kernels.api import Array
 from ..messages import RowFault, SampledToken, TokenLogprobs
-from .constraints import apply_constraints
+from .constraints import apply_constraints, keep_masked
 from .logprobs import RowLogprobs
 from .noise import exponential, hash_tokens, random_bits, token_counters
 from .penalties import apply_penalties
@@ -60,6 +60,7 @@ class Sampler:
         self._weights = np.empty(vocab_size, np.float32)
         self._bits = np.empty(vocab_size, np.uint64)
         self._scratch = np.empty(vocab_size, np.uint64)
+        self._keep_masked: Callable[[Array, bytes], None] = keep_masked
 
     def sample(self, logits: Array, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:
         """One result for each of rows [S], in order. logits [S, V] float32 may be overwritten."""
@@ -80,10 +81,14 @@ class Sampler:
         raw: RowLogprobs | None = None
         if params.logprobs is not None and params.logprobs_mode == "raw":
             raw = self._logprobs(logits.copy() if state.changes_logits else logits)
-        apply_constraints(logits, state)
+        self._prepare(logits, state)
+        return self._choose(logits, state, raw)
+
+    def _prepare(self, logits: Array, state: RowState) -> None:
+        """Step 2 on one row [V] in place."""
+        apply_constraints(logits, state, self._keep_masked)
         _apply_processors("logits", logits, state)
         apply_penalties(logits, state)
-        return self._choose(logits, state, raw)
 
     def _choose(self, logits: Array, state: RowState, logprobs: RowLogprobs | None) -> SampledToken:
         """Steps 3 to 9 on one row, logits [V], whose raw logprobs were taken if they are wanted."""
@@ -122,33 +127,34 @@ class Sampler:
 
     def _draw(self, logits: Array, best: int, state: RowState) -> tuple[int, Array | None]:
         """Steps 4 to 8, and the ids that truncation left. `best` is the argmax of logits."""
-        scaled = self._scale(logits, best, state.params.temperature)
-        if state.processors:
-            _apply_processors("truncation", scaled, state)
-            best = int(scaled.argmax())
-            if scaled[best] != 0:  # what follows wants the best one at 0 again
-                scaled -= scaled[best]
+        scaled, best = self._scale(logits, best, state)
         ids = truncate(scaled, state.params)
         if ids is None:
             return self._draw_from_all(scaled, best, state), None
         bits = random_bits(state.seed, state.position, ids)
         return _argmax_of_ratio(scaled, ids, bits), ids
 
-    def _scale(self, logits: Array, best: int, temperature: float) -> Array:
-        """scaled[V] = (logits - max) / temperature: never above 0, so it can't overflow.
+    def _scale(self, logits: Array, best: int, state: RowState) -> tuple[Array, int]:
+        """Step 4: scaled[V] = (logits - max) / temperature, after plug-ins, and its argmax.
 
-        A softmax does not see the shift. Infinite logits share everything, as in its limit.
+        Never above 0, so it can't overflow; a softmax does not see the shift. Infinite logits
+        share everything, as in its limit.
         """
-        scaled = self._scaled
+        scaled, temperature = self._scaled, state.params.temperature
         highest = logits[best]
         if highest == np.inf:
             scaled.fill(-np.inf)
             scaled[logits == np.inf] = 0
-            return scaled
-        np.subtract(logits, highest, out=scaled)
-        if temperature != 1:
-            np.divide(scaled, np.float32(temperature), out=scaled)
-        return scaled
+        else:
+            np.subtract(logits, highest, out=scaled)
+            if temperature != 1:
+                np.divide(scaled, np.float32(temperature), out=scaled)
+        if state.truncates:
+            _apply_processors("truncation", scaled, state)
+            best = int(scaled.argmax())
+            if scaled[best] != 0:  # what follows wants the best one at 0 again
+                scaled -= scaled[best]
+        return scaled, best
 
     def _draw_from_all(self, scaled: Array, best: int, state: RowState) -> int:
         """Step 8 over the whole vocabulary, without a logarithm for each token.

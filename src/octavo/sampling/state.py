@@ -149,6 +149,11 @@ class RowState:
         )
 
     @property
+    def truncates(self) -> bool:
+        """Whether plug-ins truncate."""
+        return any(processor.stage == "truncation" for processor in self.processors)
+
+    @property
     def position(self) -> int:
         """Index in the sequence of the token to be sampled next."""
         return self.num_tokens

@@ -7,6 +7,7 @@ ids, in the clear: treat the file as you treat the prompts.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
@@ -25,7 +26,9 @@ from ..messages import (
 from ..request import Request
 from ..sampling_params import SamplingParams
 
-FORMAT = 1
+logger = logging.getLogger("octavo")
+
+FORMAT = 2
 PLAIN = (bool, int, float, str, tuple)
 
 
@@ -66,7 +69,12 @@ class RecordingScheduler(Scheduler):
         )
 
     def _record(self, *parts: object) -> None:
-        self._write(json.dumps(parts, separators=(",", ":"), default=str) + "\n")
+        """A disk that is full ends the recording, not the run."""
+        try:
+            self._write(json.dumps(parts, separators=(",", ":"), default=str) + "\n")
+        except OSError as error:
+            logger.error("the recording ends here: %s", error)
+            self._write = lambda line: None
 
     def add(self, request: Request) -> None:
         """Queue a request; only what was accepted is recorded."""
@@ -100,7 +108,8 @@ class RecordingScheduler(Scheduler):
         """Take in what a step computed."""
         sampled = [(token.row, token.token_id) for token in result.sampled]
         faults = [(fault.row, fault.message) for fault in result.faults]
-        self._record("result", result.step, sampled, faults, result.timing)
+        scored = [(part.row, len(part.logprobs)) for part in result.prompt_logprobs]
+        self._record("result", result.step, sampled, faults, result.timing, scored)
         return super().update_from_output(plan, result)
 
 

@@ -14,14 +14,19 @@ from ..messages import (
     SMALL_MODEL,
     KeptRun,
     ModelCosts,
+    PromptLogprobs,
     RowFault,
     SchedulerOutput,
     StepResult,
     Timing,
+    TokenLogprobs,
 )
 from ..request import Request
 from ..sampling_params import SamplingParams
 from .record import FORMAT, as_tuples, plan_record, sampled_tokens
+
+NO_SCORE = TokenLogprobs(0.0, 1, ())
+"""The scheduler counts the scores of a prompt, and never looks at one."""
 
 
 class ReplayError(OctavoError):
@@ -60,7 +65,7 @@ def replay(lines: Iterable[str]) -> Outcome:
                 player = Player([kind, *parts])
                 continue
             difference = player.play(kind, *parts)
-        except (ValueError, TypeError, KeyError, OctavoError) as error:
+        except Exception as error:  # a damaged line may trip over anything
             raise ReplayError(f"line {number} can't be played: {error!r}") from None
         num_requests += kind == "add"
         if difference is not None:
@@ -103,12 +108,13 @@ class Player:
                 return next(differences(recorded, json.loads(json.dumps(plan_record(plan)))), None)
             case "kept", (runs,):
                 self.scheduler.import_prefixes([KeptRun(*as_tuples(run)) for run in runs])
-            case "result", (step, sampled, faults, *timing):
+            case "result", (step, sampled, faults, timing, scored):
                 result = StepResult(
                     step,
                     sampled_tokens(sampled),
                     tuple(RowFault(*fault) for fault in faults),
-                    timing=Timing(*as_tuples(timing[0])) if timing and timing[0] else None,
+                    tuple(PromptLogprobs(row, (NO_SCORE,) * count) for row, count in scored),
+                    Timing(*as_tuples(timing)) if timing else None,
                 )
                 self.scheduler.update_from_output(self._plans.pop(step), result)
             case _:

@@ -23,13 +23,7 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
 
     max_model_len = resolve_max_model_len(config, checkpoint)
     backend = config.backend
-    kernels = load_backend(
-        backend.backend,
-        threads=backend.threads,
-        isa=backend.isa,
-        dtype=backend.dtype,
-        quantization=backend.quantization,
-    )
+    kernels = load_backend(backend.backend, **backend.kernel_settings())
     max_num_seqs = config.scheduler.max_num_seqs
     storage = KVStorage(  # before the weights: what is refused is refused at once
         checkpoint.config,
@@ -39,12 +33,13 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         max_num_seqs=max_num_seqs,
     )
     tiers = Tiers(config.cache, storage.kv_cache)
-    model = build_model(
-        checkpoint,
-        kernels,
-        max_model_len=max_model_len,
-        prune_last_layer=backend.prune_last_layer,
-    )
+    with kernels.open_packed(checkpoint):
+        model = build_model(
+            checkpoint,
+            kernels,
+            max_model_len=max_model_len,
+            prune_last_layer=backend.prune_last_layer,
+        )
     captured = None
     if not backend.enforce_eager:
         captured = kernels.capture(model.forward, storage.kv_cache, trace_batches())

@@ -47,7 +47,7 @@ def fingerprint(
     """Of all that decides what the bytes of stored K/V mean: model file, its shape and rope,
     number format, layout, instruction-set level, and the very code of kernels and models."""
     layout = (config.cache.block_size, config.cache.kv_cache_dtype)
-    backend = replace(config.backend, threads=None)
+    backend = replace(config.backend, threads=None, packed_cache="auto", huge_pages=True)
     digest = blake2b(f"{__version__} {layout} {backend} {checkpoint.config}".encode())
     report = kernels.describe()
     described = [report.get(key) for key in ("backend", "isa", "dtype", "weight format")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...errors import ConfigError
+from ._native import set_huge_pages
 from .isa import available_levels, choose_level
 from .ops import FLOAT32, CpuKernels, resolve_dtype
 from .threads import available_cpus, set_threads
@@ -15,6 +16,8 @@ def make_kernels(
     isa: str | None = None,
     dtype: str = "auto",
     quantization: str | None = None,
+    packed_cache: str = "off",
+    huge_pages: bool = True,
 ) -> CpuKernels:
     """Make the op table of this machine.
 
@@ -23,6 +26,8 @@ def make_kernels(
     dtype: of activations, weights and KV cache; "auto" is bfloat16.
     quantization: "int8" brings every linear weight to int8, with a scale per 32 values of a row;
         "stored" keeps weights that a model file holds quantised as they are.
+    packed_cache: auto, map, copy or off; see packed.py.
+    huge_pages: ask for them, for what is allocated from now on.
     Raises ConfigError.
     """
     level = choose_level(isa)
@@ -32,4 +37,5 @@ def make_kernels(
         wanted = "int8 or stored, with the dtype auto or bfloat16"
         raise ConfigError("quantization", quantization, wanted)
     set_threads(threads)
-    return CpuKernels(level, resolved, quantization=quantization)
+    set_huge_pages(huge_pages)
+    return CpuKernels(level, resolved, quantization=quantization, packed_cache=packed_cache)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 
-from ...checkpoint import StoredRows
+from ...checkpoint import Checkpoint, StoredRows
 from ...errors import ConfigError
 from ..api import Arena, Array, Forward, KVCache, Linear, SamplingKernels, StepBatch
 from ..arena import NumpyArena
 from . import _native
 from .capture import Captured, CapturedForward, CaptureError, Recorder, TracingArena
+from .packed import PackedCache
 from .pages import describe_huge_pages
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -48,6 +50,7 @@ class CpuKernels:
         dtype: np.dtype[Any],
         *,
         quantization: str | None = None,
+        packed_cache: str = "off",
     ) -> None:
         """quantization "int8": quantise what pack_linear gets; "stored": keep a file's formats."""
         self.isa = level
@@ -57,6 +60,9 @@ class CpuKernels:
         self.stored_kinds = frozenset(kinds) - {"F32"}
         self._int8 = quantization == "int8"
         self._packed_kinds: set[str] = set()
+        self._packing = (level, str(dtype), quantization)
+        self._packed_cache = packed_cache
+        self._packed: PackedCache | None = None
         native = _native.Ops(level, dtype == FLOAT32)
         self._ops: _native.Ops | Recorder = native
         self.sampling: SamplingKernels | None = native
@@ -70,6 +76,7 @@ class CpuKernels:
             "dtype": str(self.dtype),
             "huge pages": describe_huge_pages(),
             "weight format": ", ".join(sorted(self._packed_kinds)) or str(self.dtype),
+            "packed weights": "not kept" if self._packed is None else self._packed.report,
         }
 
     def make_arena(self) -> Arena:
@@ -118,6 +125,21 @@ class CpuKernels:
         self._packed_kinds.update(kinds)
         rows = [np.ascontiguousarray(part.rows) for part in parts]
         return cast(Linear, self._native_ops().pack_stored(rows, kinds, in_features))
+
+    @contextmanager
+    def open_packed(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Files of weights as they are packed here, see packed.py."""
+        if self._packed_cache == "off":
+            yield
+            return
+        self._packed = packed = PackedCache(checkpoint, self._packing, self._packed_cache)
+        self._packed_kinds |= packed.kinds
+        yield
+        packed.close(self._packed_kinds)
+
+    def pack_once(self, key: str, pack: Callable[[], Linear]) -> Linear:
+        """From the file that is open, or pack()."""
+        return pack() if self._packed is None else self._packed.linear(key, pack)
 
     def pack_vector(self, weight: Array) -> Array:
         """A norm weight [H] as a float32 array of its own."""
