@@ -145,6 +145,9 @@ def test_a_file_that_fails_loses_blocks_and_nothing_else(
     tiers.move([Transfer("store", 4, 1)])
     assert tiers.move([Transfer("load", 1, 2), Transfer("load", 0, 1)])[0] == set()
     assert (first(tiers, 2), first(tiers, 1)) == (5, 3)
+    monkeypatch.setattr("octavo.worker.tiers.os.pwrite", full)
+    tiers.move([Transfer("store", block_id, 2) for block_id in range(3)])
+    assert caplog.text.count("no space left") == 2, "it had worked in between"
 
 
 def test_what_is_made_of_lost_blocks_is_lost(tmp_path: Path) -> None:
@@ -218,6 +221,9 @@ def test_an_interrupt_leaves_no_slot_that_was_not_written(
         tiers.move([Transfer("store", slot, slot) for slot in range(3)])
     loads = [Transfer("load", slot, 3 + slot) for slot in range(3)]
     assert tiers.move(loads)[0] == {4, 5}
+    with pytest.raises(KeyboardInterrupt):
+        tiers.move([Transfer("store", 1, 1), Transfer("drop", 0, 0), Transfer("store", 2, 0)])
+    assert tiers.move(loads)[0] == {3, 4, 5}, "what was there before is not what was to be there"
 
 
 def test_a_tier_holds_at_least_a_block(tmp_path: Path) -> None:
