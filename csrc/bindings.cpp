@@ -200,6 +200,7 @@ public:
         for (std::size_t i = 0; i < parts.size(); ++i) {
             const StoredRows part{parts[i].data(), static_cast<i64>(parts[i].shape(0)),
                                   static_cast<i64>(parts[i].shape(1)), stored_kind(kinds[i])};
+            require(!int8 || in_features <= kMaxK8, "in_features is too large for sums of int8");
             require(part.rows > 0 && in_features > 0 &&
                         part.stride == row_bytes(part.kind, in_features),
                     "a stored part has rows of another size than in_features says");
@@ -212,18 +213,19 @@ public:
             formats.resize(static_cast<std::size_t>(ceil_div(n, kPanel)), format);
             rows.push_back(part);
         }
-        PackedWeight w{nullptr, n, in_features, round_up(in_features, kAlignK), dtype_};
+        const i64 align = formats[0].scales_columns() ? kAlignK8 : kAlignK;
+        PackedWeight w{nullptr, n, in_features, round_up(in_features, align), dtype_};
         i64 bytes = 0;
         std::vector<CellPanel> cells;
         for (const CellFormat& format : formats) {
             cells.push_back(CellPanel{nullptr, format});
-            bytes += w.k_padded / 32 * format.bytes();
+            bytes += format.panel_bytes(w.k_padded);
         }
         RegionPool::Part memory = regions_.take(static_cast<std::size_t>(bytes));
         auto* data = reinterpret_cast<std::uint8_t*>(memory.data);
         for (CellPanel& panel : cells) {
-            panel.data = data;
-            data += w.k_padded / 32 * panel.format.bytes();
+            panel.data = data + panel.format.column_bytes();
+            data += panel.format.panel_bytes(w.k_padded);
         }
         w.cells = cells.data();
         nb::gil_scoped_release released;

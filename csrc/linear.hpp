@@ -35,7 +35,7 @@ public:
         }
         i64 bytes = 0;
         for (const CellPanel& panel : cells_) {
-            bytes += weight.k_padded / 32 * panel.format.bytes();
+            bytes += panel.format.panel_bytes(weight.k_padded);
         }
         return bytes;
     }
@@ -89,8 +89,8 @@ inline void fill_panels(const std::vector<StoredRows>& parts, const PackedWeight
         &job);
 }
 
-// Rows stacked along N, decoded and packed (or quantised to cells) a panel at a time, so that no more than one
-// panel for each thread is alive in float32.
+// Rows stacked along N, decoded and packed (or quantised to cells) a panel at a time, so that no
+// more than one panel for each thread is alive in float32.
 inline void widen_panels(const std::vector<StoredRows>& parts, const PackedWeight& w,
                          const Level& level) {
     struct Job {

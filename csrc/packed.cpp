@@ -114,7 +114,8 @@ Linear* adopt(const nb::bytes& layout, std::shared_ptr<FileImage> image, i64 off
             "a packed weight has too many panels");
         for (i64 i = 0; i < run.num_panels; ++i) {
             const i64 at = run.offset + i * run.stride;
-            require(at >= 0 && at < nbytes, "a panel lies outside of its packed weight");
+            require(at >= run.format.column_bytes() && at < nbytes,
+                    "a panel lies outside of its packed weight");
             cells.push_back(CellPanel{data + at, run.format});
         }
     }

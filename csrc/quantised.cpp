@@ -48,33 +48,19 @@ std::uint16_t half_at(const std::uint8_t* at) {
     return static_cast<std::uint16_t>(at[0] | at[1] << 8);
 }
 
-std::uint16_t float_to_half(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    const std::uint32_t sign = bits >> 16 & 0x8000u;
-    const float size = std::fabs(value);
-    if (!(size == size)) return static_cast<std::uint16_t>(sign | 0x7e00u);
-    if (size >= 65520.0f) return static_cast<std::uint16_t>(sign | 0x7c00u);
-    if (size < 6.103515625e-5f) {  // subnormal: a whole number of 2^-24
-        return static_cast<std::uint16_t>(
-            sign | static_cast<std::uint32_t>(std::nearbyint(size * 16777216.0f)));
-    }
-    const std::uint32_t rest = bits & 0x7fffffffu;
-    const std::uint32_t rounded = rest + 0xfffu + (rest >> 13 & 1u);
-    return static_cast<std::uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
-}
-
-// int8 of 32 float32 values: symmetric, one float16 scale; the quants follow the rounded scale.
-void quantise(const float* values, i64 count, Group& g) {
-    float largest = 0.0f;
-    bool finite = true;
+// The scale of a row of int8: symmetric, over all of it. What is no number makes it one that is
+// none.
+float row_scale(const float* values, i64 count) {
+    float largest = 0.0f, poison = 0.0f;
     for (i64 i = 0; i < count; ++i) {
         const float size = std::fabs(values[i]);
-        finite = finite && size < 3e38f;
         if (size > largest) largest = size;
+        poison += values[i] * 0.0f;
     }
-    g.half[0] = finite ? float_to_half(std::fmin(largest / 127.0f, 65504.0f)) : 0x7e00u;
-    const float scale = half_to_float(g.half[0]);
+    return largest / 127.0f + poison;
+}
+
+void quantise(const float* values, i64 count, float scale, Group& g) {
     const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     for (i64 i = 0; i < 32; ++i) {
         const float q = i < count ? std::nearbyint(values[i] * inverse) : 0.0f;
@@ -131,13 +117,8 @@ void unpack_k(Stored kind, const std::uint8_t* block, i64 j, Group& g) {
     }
 }
 
-// Values [32 * cell, + 32) of a stored row of `k` values.
-void unpack(Stored kind, const std::uint8_t* row, i64 k, i64 cell, Group& g) {
-    if (kind == Stored::f32) {
-        const auto* values = reinterpret_cast<const float*>(row) + 32 * cell;
-        quantise(values, min64(32, k - 32 * cell), g);
-        return;
-    }
+// Values [32 * cell, + 32) of a stored row.
+void unpack(Stored kind, const std::uint8_t* row, i64 cell, Group& g) {
     const BlockSize size = block_size(kind);
     const std::uint8_t* block = row + cell * 32 / size.elements * size.bytes;
     g.half[0] = half_at(block);
@@ -219,6 +200,7 @@ CellFormat cell_format(Stored kind) {
         case Stored::q6_k:
             return {8, 0, 2, false, true};
         case Stored::f32:
+            return {8, 0, 0, false, true};
         case Stored::f16:
         case Stored::bf16:
         case Stored::q8_0:
@@ -244,7 +226,7 @@ void widen_row(Stored kind, const std::uint8_t* row, i64 k, float* out) {
         const CellFormat format = cell_format(kind);
         Group g{};
         for (i64 cell = 0; cell < k / 32; ++cell) {  // a row is a whole number of blocks
-            unpack(kind, row, k, cell, g);
+            unpack(kind, row, cell, g);
             float scales[2], minimum = 0.0f;
             for (int i = 0; i < 2; ++i) {
                 scales[i] = format.wide ? g.wide[i] : half_to_float(g.half[0]);
@@ -264,10 +246,21 @@ void pack_cells(const StoredRows& rows, i64 first, i64 count, const PackedWeight
                 i64 column) {
     const CellPanel& to = w.cells[panel];
     auto* cells = const_cast<std::uint8_t*>(to.data);
+    float* scales = const_cast<float*>(to.column_scales()) + column;
+    const auto values = [&](i64 i) {
+        return reinterpret_cast<const float*>(rows.data + (first + i) * rows.stride);
+    };
+    if (to.format.scales_columns()) {
+        for (i64 i = 0; i < count; ++i) scales[i] = row_scale(values(i), w.k);
+    }
     Group g{};
-    for (i64 cell = 0; cell < w.k_padded / 32; ++cell) {
+    for (i64 cell = 0; cell < ceil_div(w.k, 32); ++cell) {
         for (i64 i = 0; i < count; ++i) {
-            unpack(rows.kind, rows.data + (first + i) * rows.stride, w.k, cell, g);
+            if (to.format.scales_columns()) {
+                quantise(values(i) + 32 * cell, min64(32, w.k - 32 * cell), scales[i], g);
+            } else {
+                unpack(rows.kind, rows.data + (first + i) * rows.stride, cell, g);
+            }
             write(g, to.format, cells + cell * to.format.bytes(), column + i);
         }
     }

@@ -99,10 +99,10 @@ class CacheConfig:
             "on with prefix_cache_file: there is nothing to keep else",
         )
         _require(
-            self.block_size >= 1 and not self.block_size & (self.block_size - 1),
+            1 <= self.block_size <= 65_536 and not self.block_size & (self.block_size - 1),
             "block_size",
             self.block_size,
-            "a power of two",
+            "a power of two, at most 65,536",
         )
         _require(
             self.num_kv_blocks is None or self.num_kv_blocks >= 1,
@@ -201,6 +201,12 @@ class SchedulerConfig:
     swap_threshold: int = 128
     """Computed tokens below which preemption_mode threshold recomputes."""
 
+    jump_forward: bool = True
+    """Append tokens that a grammar leaves no choice about and compute them together, instead of
+    sampling them one by one (the answers are the same). Left alone: requests that ask for logprobs,
+    which need the logits of each token, or that set min_tokens, bad_words, allowed_token_ids or
+    logits_processors, which might bar one."""
+
     batching_mode: str = "continuous"
     """When requests join and leave the batch: continuous (in any step), or, as baselines to
     measure against, static (all start and end together, finished rows are computed as padding)
@@ -272,9 +278,10 @@ class BackendConfig:
     (the answers are the same; a prompt takes about one layer less)."""
 
     quantization: str | None = None
-    """Compute from quantised weights: int8 (any model, quantised at load, a scale per 32 values of
-    a row) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
-    too. Faster for few requests at a time, slower for many. Default: weights as dtype says."""
+    """Compute from quantised weights: int8 (any model, quantised at load, one scale per row of a
+    weight) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
+    too. int8 is faster everywhere, stored for few requests at a time. Default: weights as dtype
+    says."""
 
     packed_cache: str = "auto"
     """Keep weights as they are packed in a file beside the models in the cache, so that the next

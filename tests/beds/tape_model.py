@@ -125,6 +125,9 @@ class TapeModel:
         """Compute a step."""
         for start in plan.starts:
             self.rows[start.row] = TapeRow(start)
+        for number, token_ids in plan.forced:
+            for token_id in token_ids:
+                self.rows[number].append(token_id)
         self.lost = set()
         for transfer in plan.transfers:
             self._move(transfer)

@@ -243,6 +243,16 @@ def test_an_idle_engine_keeps_its_prefixes(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(saved) == 2, "nothing had changed since"
 
 
+def test_an_idle_engine_gets_ready_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C98: the vocabulary for the first grammar holds the interpreter while it is built; that is
+    done when nobody waits."""
+    monkeypatch.setattr(async_llm, "IDLE_AUDIT_SECONDS", 0.01)
+    bed = EngineBed()
+    engine = async_engine(bed)
+    wait_until(lambda: "_vocabulary" in vars(bed.core.grammars))
+    engine.shutdown()
+
+
 def test_a_closed_loop_does_not_hurt_the_engine() -> None:
     """A caller whose event loop died mid-answer: its request ends, others go on."""
     bed = EngineBed()

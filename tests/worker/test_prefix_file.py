@@ -85,7 +85,7 @@ def refused(path: Path, caplog: pytest.LogCaptureFixture, mark: str = "mark") ->
     runs = load_prefixes(str(path), mark, tiers)
     line = f"prefix cache file {path} is not used: "
     assert not runs or line not in caplog.text
-    assert runs or tiers.num_used == (0, 0), "blocks of it stayed"
+    assert runs or tiers.use().num_used == (0, 0), "blocks of it stayed"
     tiers.close()
     return not runs and caplog.text.count(line) == 1 and len(caplog.records) == 1
 

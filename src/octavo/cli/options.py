@@ -64,7 +64,9 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no number (like 4096, 8k, 512m or 1.5g)")
     if match[1]:
         return int(match[1])
-    return int(float(match[2]) * _UNITS[match[3]])
+    whole, _, part = match[2].partition(".")
+    scale: int = 10 ** len(part)
+    return int(whole + part) * _UNITS[match[3]] // scale
 
 
 def seconds(text: str) -> float:

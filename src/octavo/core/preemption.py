@@ -74,10 +74,6 @@ def choose_victims(
     return victims
 
 
-Means = Callable[[Request, KVCacheManager], None]
-"""What takes a running request's blocks from it."""
-
-
 class PreemptionMode(Protocol):
     """What happens to the K/V of a preempted request. Made from (settings, measured rates)."""
 
@@ -101,13 +97,6 @@ class Recompute:
         request.num_computed_tokens = 0
 
 
-def lose(request: Request, kv: KVCacheManager) -> None:
-    """What was kept can't be read back: nothing of the path that it was on is used again."""
-    kv.event_log.record(Reason.LOST, request.request_id)
-    kv.free(request, publish=False)
-    request.num_computed_tokens = 0
-
-
 class Swap:
     """`swap`: moved to a tier below the pool; the request goes on where it was (R98).
 
@@ -120,7 +109,8 @@ class Swap:
         self._rates = rates
 
     def preempt(self, request: Request, kv: KVCacheManager) -> None:
-        if not (self._is_worth_it(request, kv) and kv.swap_out(request)):
+        is_there = request.num_computed_tokens > 0
+        if not (is_there and self._is_worth_it(request, kv) and kv.swap_out(request)):
             self._otherwise.preempt(request, kv)
         request.num_computed_tokens = 0
 

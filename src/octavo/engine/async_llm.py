@@ -256,6 +256,7 @@ class AsyncLLM:
         except queue.Empty:
             self._engine.core.scheduler.audit()
             self._engine.core.keep_prefixes()
+            self._compilers.submit(self._engine.core.grammars.warm_up)
             return self._commands.get()
 
     def _add(self, stream: AnswerStream, requests: list[Request]) -> list[StreamEvent]:

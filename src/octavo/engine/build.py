@@ -70,9 +70,19 @@ def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool =
         executor = load_executor(config, checkpoint)
         tokenizer = building.result()
     scheduler = make_scheduler(config, executor)
-    metrics: Any = Metrics(checkpoint.name) if scraped else Unwatched()
+    metrics: Any = Unwatched()
+    if scraped:
+        from ..trace.tier_metrics import TierCollector
+
+        metrics = Metrics(checkpoint.name)
+        metrics.registry.register(TierCollector(scheduler.event_log, executor, metrics.labels))
     eos_token_ids = checkpoint.generation.eos_token_ids
-    grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=eos_token_ids)
+    grammars = Grammars(
+        tokenizer,
+        vocab_size=executor.vocab_size,
+        eos_token_ids=eos_token_ids,
+        jump_forward=config.scheduler.jump_forward,
+    )
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
     if config.cache.prefix_cache_file is not None:
         core.begin_with_prefixes(

@@ -126,8 +126,8 @@ class EngineCore:
         return events
 
     def _constrained(self, event: TokenEvent) -> TokenEvent:
-        """The event, with the end that its grammar puts there."""
-        taken = self.grammars.advance(event)
+        """The event, with the tokens and the end that its grammar puts there."""
+        taken = self.grammars.advance(event, self.scheduler.extend)
         if taken.finish_reason != event.finish_reason:
             reason = "error" if taken.error is not None else "stop"
             self.scheduler.finish(event.request_id, reason)

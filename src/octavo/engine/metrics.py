@@ -112,7 +112,7 @@ class Metrics:
         """Note the end of one answer."""
         self.request_success.labels(*self.labels.values(), finish_reason).inc()
         self._prompt_lengths.observe(answer.request.num_prompt_tokens)
-        self._generation_lengths.observe(answer.num_generated_tokens)
+        self._generation_lengths.observe(answer.text.num_tokens)
         times = self._request_times
         times["e2e_request_latency"].observe(now - answer.arrival_time)
         if answer.scheduled_time is None:
@@ -124,8 +124,8 @@ class Metrics:
         times["request_prefill_time"].observe(answer.first_token_time - answer.scheduled_time)
         times["request_decode_time"].observe(decode_time)
         times["request_inference_time"].observe(answer.last_token_time - answer.scheduled_time)
-        if answer.num_generated_tokens > 1:
-            self._time_per_output_token.observe(decode_time / (answer.num_generated_tokens - 1))
+        if answer.text.num_tokens > 1:
+            self._time_per_output_token.observe(decode_time / (answer.text.num_tokens - 1))
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text form."""

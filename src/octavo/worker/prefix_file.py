@@ -26,7 +26,7 @@ import numpy as np
 from .. import __version__
 from ..checkpoint import Checkpoint
 from ..config import EngineConfig
-from ..durable import replacing
+from ..durable import refusal, replacing
 from ..errors import ConfigError
 from ..kernels.api import Kernels
 from ..messages import KeptRun
@@ -109,13 +109,10 @@ def load_prefixes(path: str, mark: str, tiers: Tiers) -> list[KeptRun]:
     Nothing is taken from a file that is not whole, or that another model, backend or version
     wrote: a line in the log says why. Raises ConfigError where no file could be written later.
     """
-    place = Path(path)
-    if place.exists() and not place.is_file():  # opening a pipe would wait for its other end
-        raise ConfigError("prefix_cache_file", path, "a file")
-    if not os.access(place.absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError("prefix_cache_file", path, "in a folder that can be written")
+    if wanted := refusal(path):
+        raise ConfigError("prefix_cache_file", path, wanted)
     try:
-        with place.open("rb") as file:
+        with open(path, "rb") as file:
             runs = _read(file, mark, tiers)
     except FileNotFoundError:
         return []
