@@ -49,6 +49,13 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     name: str = ""
 
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights of all matrices in the layers; embeddings and head are not counted."""
+        num_heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        rows = num_heads * self.head_dim + 3 * self.intermediate_size
+        return self.num_hidden_layers * rows * self.hidden_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:

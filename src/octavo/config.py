@@ -190,8 +190,9 @@ class SchedulerConfig:
     """A request that has not started after so many seconds ends with finish_reason timeout."""
 
     victim_policy: str = "auto"
-    """Who yields its blocks when the pool is short: last_arrived, lowest_priority, most_generated
-    or fewest_generated. auto: lowest_priority under priority, else last_arrived."""
+    """Who yields its blocks when the pool is short: last_arrived, lowest_priority, most_generated,
+    fewest_generated or cheapest (who is quickest to bring back, by measured rates). auto:
+    lowest_priority under priority, else last_arrived."""
 
     preemption_mode: str = "recompute"
     """What happens to the K/V of a preempted request: recompute (dropped, computed again), swap

@@ -146,6 +146,21 @@ class TierUse(NamedTuple):
     """Blocks and seconds, by kind and tier as in Moved."""
 
 
+class ModelCosts(NamedTuple):
+    """What moving and computing K/V takes by the book, until it is measured (R101)."""
+
+    block_nbytes: int = 1 << 18
+    """Of one block's K/V over all layers. Defaults: a model of 135M parameters in bfloat16."""
+    flops_per_token: int = 1 << 28
+    """Of a prefill: two for each weight of the layers."""
+    bytes_per_us: tuple[float, float] = (25_000.0, 1_000.0)
+    """Each way, to RAM (25 GB/s, as over PCIe) and to the file."""
+    flops_per_us: float = 500_000.0
+
+
+SMALL_MODEL = ModelCosts()
+
+
 class Timing(NamedTuple):
     """What a step took, in microseconds, for estimates."""
 

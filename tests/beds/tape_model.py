@@ -15,6 +15,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.messages import (
+    SMALL_MODEL,
     NewRequest,
     PromptLogprobs,
     RowFault,
@@ -110,6 +111,7 @@ class TapeModel:
         self.scripts = dict(scripts or {})
         self.faults = dict(faults or {})
         self.num_slots = self.num_tier_slots = num_slots
+        self.costs = SMALL_MODEL
         self.kept: dict[int, list[Slot | None]] = {}
         """What is stored in each slot of the tiers."""
         self.broken_slots: Container[int] = ()

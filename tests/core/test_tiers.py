@@ -11,7 +11,7 @@ from beds.workloads import Work, run, workloads
 from octavo.config import EngineConfig, SchedulerConfig, make_config
 from octavo.core.event_log import Reason
 from octavo.errors import ConfigError
-from octavo.messages import Moved, StepResult, Timing
+from octavo.messages import ModelCosts, Moved, StepResult, Timing
 from octavo.request import Status
 
 FEWER = settings().max_examples // 2
@@ -153,9 +153,7 @@ def test_auto_takes_what_measured_rates_say(block_us: int, token_us: int, swappe
         block_us = 199  # just below what computing costs
     bed.add(prompt(20), 4)
     bed.step()
-    moved = (Moved("store", 0, 10, 10 * block_us), Moved("load", 0, 10, 10 * block_us))
-    bed.scheduler.rates._us_per_token.clear()
-    bed.scheduler.rates.observe(Timing(16, 16 * token_us, moved))
+    bed.set_rates(us_per_token=token_us, store=(block_us, 1), load=(block_us, 1))
     bed.scheduler.preempt(0)
     assert bool(bed.events(Reason.SWAPPED)) is swapped
     assert bed.events(Reason.ESTIMATED)[0].detail == (10 * block_us, 20 * token_us)
@@ -163,18 +161,123 @@ def test_auto_takes_what_measured_rates_say(block_us: int, token_us: int, swappe
     assert bed.outputs[0] == alone(prompt(20), 4)
 
 
-def test_auto_tries_what_it_has_not_measured() -> None:
-    """R101: the first victim is swapped, and its transfers are measured."""
-    bed = CoreBed(preemption_mode="auto", num_slots=(16, 0))
+@pytest.mark.parametrize(
+    ("nbytes", "flops", "slots", "estimates"),
+    [
+        (1_000_000, 10_000_000, (16, 0), (2 * 5 * 40, 20 * 20)),  # equal: no use in moving
+        (1_000_000, 10_100_000, (16, 0), (2 * 5 * 40, 404)),
+        (1_000_000, 100_000_000, (0, 16), (2 * 5 * 1000, 20 * 200)),
+        (1_000_000, 1_000_000_000, (0, 16), (2 * 5 * 1000, 20 * 2000)),
+    ],
+)
+def test_auto_goes_by_the_book_until_it_has_measured(
+    nbytes: int, flops: int, slots: tuple[int, int], estimates: tuple[int, int]
+) -> None:
+    """R101: bytes at 25 GB/s each way (1 GB/s in a file) against operations of a prefill."""
+    bed = CoreBed(preemption_mode="auto", num_slots=slots, costs=ModelCosts(nbytes, flops))
     bed.add(prompt(20), 4)
-    plan = bed.scheduler.schedule()
-    result = bed.model.submit(plan)
-    timing = Timing(20, 2000)
-    bed.take(bed.scheduler.update_from_output(plan, result._replace(timing=timing)))
+    bed.step()
     bed.scheduler.preempt(0)
-    assert bed.events(Reason.ESTIMATED)[0].detail == (-1, 2000)
-    assert len(bed.events(Reason.SWAPPED)) == 1
+    assert bed.events(Reason.ESTIMATED)[0].detail == estimates
+    assert len(bed.events(Reason.SWAPPED)) == (estimates[0] < estimates[1])
     bed.run()
+    assert bed.outputs[0] == alone(prompt(20), 4)
+
+
+def measure(bed: CoreBed, timing: Timing) -> None:
+    """A step of the bed that took so long."""
+    plan = bed.scheduler.schedule()
+    result = bed.model.submit(plan)._replace(timing=timing)
+    bed.take(bed.scheduler.update_from_output(plan, result))
+
+
+def test_what_is_measured_replaces_the_book_and_one_hindered_step_does_not() -> None:
+    """R101, R102: a quarter of the newest in the average, which it may exceed four times; what a
+    step computes is measured from the first on."""
+    bed = CoreBed(preemption_mode="auto", num_slots=(16, 0), costs=ModelCosts(250_000, 1))
+    bed.add(prompt(20), 9)
+    measure(bed, Timing(20, 2000, (Moved("store", 0, 5, 50), Moved("load", 0, 5, 50))))
+    bed.scheduler.preempt(0)
+    assert bed.events(Reason.ESTIMATED)[-1].detail == (5 * 20, 20 * 100)
+    measure(bed, Timing(20, 2_000_000, (Moved("load", 0, 5, 5_000_000),)))
+    bed.scheduler.preempt(0)
+    wanted = (round(6 * (10 + 10 * 1.75)), round(21 * 100 * 1.75))
+    assert bed.events(Reason.ESTIMATED)[-1].detail == wanted
+    for _ in range(30):
+        bed.scheduler.rates.observe(Timing(20, 1000, (Moved("load", 0, 5, 50_000),)))
+    assert bed.scheduler.rates.swap_us(1, 0) == pytest.approx(10 + 10_000, rel=0.01)
+    assert bed.scheduler.rates.recompute_us(20) == pytest.approx(1000, rel=0.01)
+    bed.run()
+
+
+def with_a_prefix_in_the_file() -> CoreBed:
+    """20 tokens computed, evicted into the file: 5 blocks at most in it."""
+    bed = CoreBed(num_blocks=8, num_slots=(0, 40))
+    bed.add(prompt(20), 4)
+    bed.run()
+    for i in range(1, 4):
+        bed.add(prompt(28, i), 4)
+        bed.run()
+    return bed
+
+
+def test_what_is_quicker_to_compute_is_not_read_from_a_slow_tier() -> None:
+    """Measured rates decide: a block of 4 tokens takes 400 us to compute. It is logged, and the
+    computed blocks take the place."""
+    bed = with_a_prefix_in_the_file()
+    bed.set_rates(us_per_token=100, load=(1, 401))
+    num_loads = bed.model.moves["load"]
+    again = bed.add(prompt(20), 4)
+    bed.run()
+    num_blocks, load_us = bed.events(Reason.TIER_SLOW)[0].detail
+    assert load_us == 401 * num_blocks  # type: ignore[operator]
+    assert bed.events(Reason.TIER_SLOW)[0].request_id == again
+    assert bed.model.moves["load"] == num_loads
+    assert bed.requests[again].num_cached_tokens == 0
+    assert bed.outputs[again] == alone(prompt(20), 4)
+
+
+def test_what_is_quicker_to_read_is_read_from_a_slow_tier() -> None:
+    bed = with_a_prefix_in_the_file()
+    bed.set_rates(us_per_token=100, load=(1, 399))
+    again = bed.add(prompt(20), 4)
+    bed.run()
+    assert not bed.events(Reason.TIER_SLOW)
+    assert bed.requests[again].num_cached_tokens >= 16
+    assert bed.outputs[again] == alone(prompt(20), 4)
+
+
+def test_a_tier_that_was_slow_is_tried_again() -> None:
+    """Nobody measures what nobody uses: with each refusal its rate is doubted a little more."""
+    bed = with_a_prefix_in_the_file()
+    bed.set_rates(us_per_token=100, load=(1, 800))
+    for i in range(60):
+        bed.add(prompt(20), 4)
+        bed.add(prompt(28, 5 + i % 2), 4)
+        bed.run()
+    num_refused = bed.scheduler.event_log.counts[Reason.TIER_SLOW]
+    assert 30 < num_refused < 60
+    assert bed.scheduler.event_log.counts[Reason.LOADED] > 0
+
+
+def test_a_prefix_is_read_from_ram_however_slow_the_file_is() -> None:
+    """The core knows where a slot is: RAM holds what was stored last."""
+    bed = CoreBed(num_blocks=8, num_slots=(7, 40))
+    for i in range(3):
+        bed.add(prompt(24, i), 4)
+        bed.run()
+    bed.set_rates(us_per_token=100, load=(1, 10**6))
+    in_ram = bed.scheduler.rates._in_ram
+    for i in (1, 0):
+        match = bed.scheduler.kv.cache.match(prompt(24, i), 23)
+        assert match is not None
+        num_in_ram = sum(slot in in_ram for slot in match.slots)
+        assert (num_in_ram == len(match.slots)) == (i == 1)
+        again = bed.add(prompt(24, i), 2)
+        num_loads = bed.model.moves["load"]
+        bed.run()
+        assert bed.model.moves["load"] - num_loads == num_in_ram
+        assert bed.outputs[again] == alone(prompt(24, i), 2)
 
 
 def test_each_tier_has_its_own_rate() -> None:
@@ -183,8 +286,7 @@ def test_each_tier_has_its_own_rate() -> None:
     bed.add(prompt(20), 4)
     bed.add(prompt(20, 1), 4)
     bed.step()
-    moved = (Moved("store", 0, 1, 1), Moved("store", 1, 1, 100_000))
-    bed.scheduler.rates.observe(Timing(16, 1600, moved))
+    bed.set_rates(us_per_token=100, store=(1, 100_000))
     bed.scheduler.preempt(1)
     bed.scheduler.preempt(0)
     assert [event.request_id for event in bed.events(Reason.SWAPPED)] == [1]

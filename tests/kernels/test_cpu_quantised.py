@@ -247,7 +247,7 @@ def test_the_longest_sums_of_int8_do_not_overflow(level: str) -> None:
 
 @levels
 def test_what_is_no_number_in_int8_stays_in_its_row(level: str) -> None:
-    """A NaN or an infinity of x or of the weight spoils its own row of the product, and no other."""
+    """What is no number in x or the weight spoils its own row of the product, no other."""
     ops = make_kernels(threads=2, isa=level, quantization="int8")
     weight = np.random.default_rng(0).standard_normal((40, 64), np.float32)
     x = activations(20, 64, ops, 0)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
 from octavo import LLM, SamplingParams
 from octavo.core.event_log import Reason
+from octavo.engine.build import build_engine
 
 PROMPTS = [[3 + (7 * i + 5 * j) % (VOCAB_SIZE - 3) for j in range(30)] for i in range(6)]
 
@@ -25,8 +28,12 @@ def values(llm: LLM) -> dict[str, float]:
     return found
 
 
-def test_metrics_tell_what_the_tiers_hold_and_moved(tmp_path: Path) -> None:
+def test_metrics_tell_what_the_tiers_hold_and_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes within the budget, what went in and came back, at which speed; as the tiers count."""
+    # Somebody reads the metrics, as of a server.
+    monkeypatch.setattr("octavo.engine.llm.build_engine", lambda config, **_: build_engine(config))
     llm = LLM(
         str(write_tiny_gguf(tmp_path / "tiny.gguf")),
         backend="reference",

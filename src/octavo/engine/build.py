@@ -52,6 +52,7 @@ def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         num_blocks=executor.num_kv_blocks,
         max_model_len=executor.max_model_len,
         num_slots=executor.num_tier_slots,
+        costs=executor.costs,
     )
 
 

@@ -18,7 +18,15 @@ from typing import Any
 from ..config import CacheConfig, SchedulerConfig
 from ..core.scheduler import Scheduler
 from ..errors import ConfigError
-from ..messages import KeptRun, SampledToken, SchedulerOutput, StepResult, TokenEvent
+from ..messages import (
+    SMALL_MODEL,
+    KeptRun,
+    ModelCosts,
+    SampledToken,
+    SchedulerOutput,
+    StepResult,
+    TokenEvent,
+)
 from ..request import Request
 from ..sampling_params import SamplingParams
 from .pseudonyms import Pseudonyms, State
@@ -63,6 +71,7 @@ class RecordingScheduler(Scheduler):
         num_blocks: int,
         max_model_len: int,
         num_slots: tuple[int, int] = (0, 0),
+        costs: ModelCosts = SMALL_MODEL,
         write: Callable[[str], object],
         hashed: bool = False,
         now: Callable[[], float] = time.monotonic,
@@ -74,6 +83,7 @@ class RecordingScheduler(Scheduler):
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             num_slots=num_slots,
+            costs=costs,
         )
         self.recorder = Recorder(write, hashed=hashed, now=now)
         self.recorder.line(
@@ -81,7 +91,12 @@ class RecordingScheduler(Scheduler):
             FORMAT,
             asdict(scheduler_config),
             asdict(cache_config),
-            {"num_blocks": num_blocks, "max_model_len": max_model_len, "num_slots": num_slots},
+            {
+                "num_blocks": num_blocks,
+                "max_model_len": max_model_len,
+                "num_slots": num_slots,
+                "costs": costs,
+            },
         )
 
     def add(self, request: Request) -> None:

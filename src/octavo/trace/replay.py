@@ -13,6 +13,7 @@ from ..core.scheduler import Scheduler
 from ..errors import OctavoError
 from ..messages import (
     KeptRun,
+    ModelCosts,
     PromptLogprobs,
     RowFault,
     SchedulerOutput,
@@ -92,8 +93,9 @@ class Player:
             raise ValueError(f"this is no recording of format {FORMAT}")
         scheduler, cache, sizes = head[2:]
         counts = (sizes["num_blocks"], *sizes["num_slots"], scheduler["max_num_seqs"])
-        if not all(0 <= count <= MAX_SIZE for count in counts):
+        if len(counts) != 4 or not all(0 <= count <= MAX_SIZE for count in counts):
             raise ValueError(f"sizes of {counts} can't be")
+        sizes["costs"] = ModelCosts(*as_tuples(sizes["costs"]))
         self.scheduler = Scheduler(SchedulerConfig(**scheduler), CacheConfig(**cache), **sizes)
         self.num_steps = 0
         self._plans: dict[int, SchedulerOutput] = {}

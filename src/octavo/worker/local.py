@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..messages import KeptRun, SchedulerOutput, StepResult, TierUse
+from ..messages import KeptRun, ModelCosts, SchedulerOutput, StepResult, TierUse
 from ..sampling import processors
 from ..sampling_params import SamplingParams
 from .model_runner import ModelRunner
@@ -28,7 +28,9 @@ class LocalExecutor:
         self.num_kv_blocks = runner.kv_cache.num_blocks
         self.num_tier_slots = runner.tiers.num_slots
         self.max_model_len = max_model_len
-        self.vocab_size = runner.model.config.vocab_size
+        shape = runner.model.config
+        self.vocab_size = shape.vocab_size
+        self.costs = ModelCosts(runner.kv_cache.block_nbytes, 2 * shape.num_layer_weights)
 
     def submit(self, plan: SchedulerOutput) -> StepResult:
         """Compute a step now. Returns the handle for collect()."""
