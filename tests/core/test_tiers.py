@@ -261,8 +261,8 @@ def test_a_tier_that_was_slow_is_tried_again() -> None:
 
 
 def test_a_prefix_is_read_from_ram_however_slow_the_file_is() -> None:
-    """The core knows where a slot is: RAM holds what was stored last."""
-    bed = CoreBed(num_blocks=8, num_slots=(7, 40))
+    """As far as it is in RAM, which holds what was stored last: a path is stored from its end."""
+    bed = CoreBed(num_blocks=8, num_slots=(3, 40))
     for i in range(3):
         bed.add(prompt(24, i), 4)
         bed.run()
@@ -272,7 +272,7 @@ def test_a_prefix_is_read_from_ram_however_slow_the_file_is() -> None:
         match = bed.scheduler.kv.cache.match(prompt(24, i), 23)
         assert match is not None
         num_in_ram = sum(slot in in_ram for slot in match.slots)
-        assert (num_in_ram == len(match.slots)) == (i == 1)
+        assert 0 < num_in_ram < len(match.slots) or i == 0
         again = bed.add(prompt(24, i), 2)
         num_loads = bed.model.moves["load"]
         bed.run()
