@@ -286,7 +286,7 @@ def test_what_is_read_at_the_start_is_in_ram_from_its_beginning() -> None:
     bed.scheduler.import_prefixes([KeptRun("", -1, tuple(prompt(20)), (0, 1, 2, 3, 4), True)])
     bed.set_rates(us_per_token=100, load=(1, 10**6))
     bed.add(prompt(21), 2)
-    bed.run()
+    bed.scheduler.schedule()
     assert bed.requests[0].num_cached_tokens == 8
 
 

@@ -65,9 +65,9 @@ class KVCacheManager:
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """What has to move before the next step computes; asked for once a step."""
-        transfers = tuple(self._transfers)
-        self._transfers.clear()
-        self._rates.follow(transfers)
+        transfers, self._transfers = tuple(self._transfers), []
+        if transfers:
+            self._rates.follow(transfers)
         return transfers
 
     def find_prefix(self, request: Request) -> Match | None:
