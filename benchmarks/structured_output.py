@@ -64,7 +64,7 @@ class Run:
                 break
             token_ids.append(token_id)
             start = time.perf_counter()
-            done = matcher.advance([token_id])
+            _, done = matcher.advance([token_id])
             self.mask_times.append(time.perf_counter() - start)
             if done:
                 break

@@ -126,8 +126,13 @@ class Weights(Protocol):
     def load_stored(self, name: str, kinds: frozenset[str]) -> StoredRows | None:
         """One weight as it is stored, or None if that is in none of the formats `kinds`.
 
-        Rows are in the same order as those of `load`. Raises ModelLoadError if it is missing.
+        Rows are in the same order as those of `load`, a view that is read soon and dropped.
+        Raises ModelLoadError if it is missing.
         """
+        ...
+
+    def release(self) -> None:
+        """Let go of the file's pages that were read; they come back where they are needed."""
         ...
 
 

@@ -73,6 +73,9 @@ class SchedulerOutput(NamedTuple):
     masks: tuple[tuple[int, bytes], ...] = ()
     """(row, which tokens may be sampled) of rows under a grammar: bit i % 8, the lowest first, of
     byte i // 8 is token i. A row whose params have a grammar samples nothing without a mask."""
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(row, tokens) that became known without being sampled: appended to what the row knows before
+    this step computes."""
 
 
 class KeptRun(NamedTuple):
@@ -126,11 +129,21 @@ class Moved(NamedTuple):
     """Blocks that a step stored to a tier or loaded from it, together."""
 
     kind: str
-    """store, load, or demote: RAM to file, which is part of the time of a store."""
+    """As that of a transfer; or demote: RAM to file, which is part of the time of a store."""
     tier: int
     """0 is RAM, 1 the file. A store for which another block had to go to the file counts as 1."""
     num_blocks: int
     us: int
+
+
+class TierUse(NamedTuple):
+    """How full the tiers are, RAM and file, and what was moved since the start."""
+
+    block_nbytes: int
+    num_slots: tuple[int, int]
+    num_used: tuple[int, int]
+    moved: dict[tuple[str, int], tuple[int, float]]
+    """Blocks and seconds, by kind and tier as in Moved."""
 
 
 class ModelCosts(NamedTuple):

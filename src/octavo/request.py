@@ -122,6 +122,11 @@ class Request:
             return most
         return min(most, num_known)
 
+    def take_scores(self) -> None:
+        """Those that the first of n answers has found: the prompt is scored once."""
+        if self.leader is not None and len(self.leader.prompt_logprobs) > len(self.prompt_logprobs):
+            self.prompt_logprobs = list(self.leader.prompt_logprobs)
+
     @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and generated."""

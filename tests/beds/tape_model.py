@@ -11,7 +11,7 @@ so it also shows when a resumed request takes its output for prompt (C14).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.messages import (
@@ -114,7 +114,7 @@ class TapeModel:
         self.costs = SMALL_MODEL
         self.kept: dict[int, list[Slot | None]] = {}
         """What is stored in each slot of the tiers."""
-        self.broken_slots: set[int] = set()
+        self.broken_slots: Container[int] = ()
         """Those that can't be read."""
         self.slots: list[Slot | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, TapeRow] = {}
@@ -127,6 +127,9 @@ class TapeModel:
         """Compute a step."""
         for start in plan.starts:
             self.rows[start.row] = TapeRow(start)
+        for number, token_ids in plan.forced:
+            for token_id in token_ids:
+                self.rows[number].append(token_id)
         self.lost = set()
         for transfer in plan.transfers:
             self._move(transfer)
@@ -166,6 +169,16 @@ class TapeModel:
         start = block_id * self.block_size
         for slot in range(start, start + self.block_size):
             self.slots[slot] = Slot(-1, -1, -1, -1)
+
+    def keep(self, token_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Have in these slots the last blocks of a prompt, as another process left them."""
+        history, written = 0, list[Slot | None]()
+        for position, token_id in enumerate(token_ids):
+            history = mix(history, token_id)
+            written.append(Slot(-1, token_id, position, history))
+        for number, slot in enumerate(reversed(slots)):
+            end = len(written) - number * self.block_size
+            self.kept[slot] = written[end - self.block_size : end]
 
     def slot_of(self, row: TapeRow, position: int) -> int:
         """slot = block_table[position // block_size] * block_size + position % block_size."""

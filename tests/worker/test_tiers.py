@@ -43,7 +43,7 @@ def test_blocks_go_and_come_back_in_order(tmp_path: Path) -> None:
     tiers = make(1, 2, tmp_path)
     assert tiers.num_slots == (1, 2)
     tiers.move([Transfer("store", 0, 0), Transfer("store", 1, 1), Transfer("store", 2, 2)])
-    assert tiers.num_used == (1, 2)
+    assert num_used(tiers) == (1, 2)
     lost, moved = tiers.move(
         [
             Transfer("copy", 3, 4),
@@ -68,6 +68,11 @@ def test_blocks_go_and_come_back_in_order(tmp_path: Path) -> None:
     tiers.close()
 
 
+def num_used(tiers: Tiers) -> tuple[int, ...]:
+    """Blocks in RAM and in the file."""
+    return tiers.use().num_used
+
+
 def in_ram(tiers: Tiers) -> list[int]:
     return list(tiers._rows[0])
 
@@ -78,13 +83,13 @@ def test_what_was_stored_longest_ago_moves_to_the_file(tmp_path: Path) -> None:
     for block_id, slot in enumerate((4, 0, 3, 1)):
         tiers.move([Transfer("store", block_id, slot)])
     assert in_ram(tiers) == [3, 1]
-    assert tiers.num_used == (2, 2)
+    assert num_used(tiers) == (2, 2)
     tiers.move([Transfer("drop", 3, 3), Transfer("store", 4, 2)])
     assert in_ram(tiers) == [1, 2], "a row in RAM was free: nothing had to move"
-    assert tiers.num_used == (2, 2)
+    assert num_used(tiers) == (2, 2)
     tiers.move([Transfer("store", 5, 3)])
     assert in_ram(tiers) == [2, 3]
-    assert tiers.num_used == (2, 3)
+    assert num_used(tiers) == (2, 3)
     loads = [Transfer("load", slot, block_id) for block_id, slot in enumerate((4, 0, 1, 2, 3))]
     assert tiers.move(loads)[0] == set()
     assert [first(tiers, i) for i in range(5)] == [1, 2, 4, 5, 6]
@@ -112,7 +117,7 @@ def test_any_order_of_moves_gives_back_what_was_stored(
             lost, _ = tiers.move([Transfer("load", slot, 5)])
             assert lost == (set() if slot in kept else {5})
             assert slot not in kept or first(tiers, 5) == kept[slot]
-        used = tiers.num_used
+        used = num_used(tiers)
         assert sum(used) == len(kept)
         assert used[0] <= num_ram
         assert used[1] <= num_file
@@ -147,11 +152,11 @@ import logging, resource, sys
 logging.basicConfig(stream=sys.stdout)
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
-from worker.test_tiers import Transfer, first, make
+from worker.test_tiers import Transfer, first, make, num_used
 tiers = make(1, 4, Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 * tiers.block_nbytes,) * 2)
 tiers.move([Transfer("store", i, i) for i in range(5)])
-print(tiers.num_used, sorted(tiers.move([Transfer("load", i, i) for i in range(5)])[0]))
+print(num_used(tiers), sorted(tiers.move([Transfer("load", i, i) for i in range(5)])[0]))
 print([first(tiers, i) for i in range(5)])
 """
 

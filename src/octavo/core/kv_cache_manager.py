@@ -76,6 +76,7 @@ class KVCacheManager:
 
         No longer than the request allows, which wants at least one token computed (C4).
         """
+        request.take_scores()
         num_reusable = request.num_reusable_tokens
         key = (request.request_id, num_reusable, self.cache.version)
         if self._last_match[0] != key:
@@ -107,8 +108,6 @@ class KVCacheManager:
         """Tokens of its prompt that the first of its n answers is about to compute (R34)."""
         leader = request.leader
         if leader is None or leader.status is not Status.RUNNING or request.num_output_tokens:
-            return 0
-        if request.num_reusable_tokens < request.num_tokens - 1:  # it scores its prompt itself
             return 0
         return max(0, request.num_prompt_tokens - leader.num_computed_tokens)
 

@@ -119,18 +119,6 @@ class Recompute:
         request.num_computed_tokens = 0
 
 
-class Lose:
-    """What was kept can't be read back: nothing of the path that it was on is used again."""
-
-    def preempt(self, request: Request, kv: KVCacheManager) -> None:
-        kv.event_log.record(Reason.LOST, request.request_id)
-        kv.free(request, publish=False)
-        request.num_computed_tokens = 0
-
-
-LOSE = Lose()
-
-
 class Swap(Recompute):
     """`swap`: moved to a tier below the pool; the request goes on where it was (R98).
 
@@ -143,7 +131,8 @@ class Swap(Recompute):
         return self._swap_us(request, kv) if swaps else super().cost(request, kv)
 
     def preempt(self, request: Request, kv: KVCacheManager) -> None:
-        if not (self._is_worth_it(request, kv) and kv.swap_out(request)):
+        is_there = request.num_computed_tokens > 0
+        if not (is_there and self._is_worth_it(request, kv) and kv.swap_out(request)):
             super().preempt(request, kv)
         request.num_computed_tokens = 0
 

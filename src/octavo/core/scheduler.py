@@ -9,7 +9,7 @@ budget, max_model_len and the free blocks (R6-R9).
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from heapq import heappop, heappush
 
 from ..config import CacheConfig, SchedulerConfig
@@ -28,12 +28,12 @@ from ..request import Request, Status
 from .admission import Admission
 from .audit import audit
 from .batching import BATCHING_MODES
-from .event_log import EventLog
+from .event_log import EventLog, Reason
 from .journal import Journal
 from .kv_cache_manager import KV_MANAGERS
 from .limits import Limits
 from .policy import by_name
-from .preemption import LOSE, PREEMPTION_MODES, VICTIM_POLICIES, PreemptionMode
+from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
 from .radix_cache import Match
 from .rates import Rates
 from .stats import SchedulerStats, stats_of
@@ -194,7 +194,7 @@ class Scheduler:
         entry = draft.entries.pop(victim, None)
         if entry is not None:  # it was placed in this very step (C7)
             draft.budget += entry.num_new_tokens
-        self._preempt(victim, needy, self._preemption)
+        self._preempt(victim, needy)
 
     def import_prefixes(self, runs: list[KeptRun]) -> None:
         """Begin with cached prefixes that the tiers hold already."""
@@ -206,15 +206,15 @@ class Scheduler:
         if request is None:
             return False
         assert not self.in_flight, "a step is in flight"
-        self._preempt(request, request, self._preemption)
+        self._preempt(request, request)
         return True
 
-    def _preempt(self, victim: Request, needy: Request, means: PreemptionMode) -> None:
+    def _preempt(self, victim: Request, needy: Request) -> None:
         self.journal.preempt(victim, needy)
         del self.running[victim.request_id]
         if not self.running:
             self._drop_padding()
-        means.preempt(victim, self.kv)
+        self._preemption.preempt(victim, self.kv)
         self._free_row(victim)
         victim.status = Status.PREEMPTED
         victim.num_preemptions += 1
@@ -263,7 +263,10 @@ class Scheduler:
             if faults and entry.row in faults:
                 _, message, retry = faults[entry.row]
                 if retry:
-                    self._preempt(request, request, LOSE)
+                    self.event_log.record(Reason.LOST, request.request_id)
+                    self.kv.free(request, publish=False)
+                    request.num_computed_tokens = 0
+                    self._preempt(request, request)
                     continue
                 self._end(request, "error", message)
                 events.append(TokenEvent(request_id, (), (), "error", None, message))
@@ -286,6 +289,21 @@ class Scheduler:
         if not self.running:
             self._drop_padding()
         return events
+
+    def extend(self, request_id: int, token_ids: Sequence[int]) -> TokenEvent:
+        """Append tokens that nobody has to sample to a running request, between two steps; later
+        steps compute them like any that are known. Those behind an end are left out."""
+        request = self.requests[request_id]
+        num_before = len(request.token_ids)
+        finish_reason, stop_reason = None, None
+        for token_id in token_ids:
+            request.token_ids.append(token_id)
+            finish_reason, stop_reason = find_stop(request, token_id, self.limits.max_model_len)
+            if finish_reason is not None:
+                self._end(request, finish_reason)
+                break
+        added = tuple(request.token_ids[num_before:])
+        return TokenEvent(request_id, added, (), finish_reason, stop_reason)
 
     def finish(self, request_id: int, reason: str) -> bool:
         """End a request from outside (abort, a stop string): False if it is not live any more.

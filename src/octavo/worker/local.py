@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..messages import KeptRun, ModelCosts, SchedulerOutput, StepResult
+from ..messages import KeptRun, ModelCosts, SchedulerOutput, StepResult, TierUse
 from ..sampling import processors
 from ..sampling_params import SamplingParams
 from .model_runner import ModelRunner
@@ -44,6 +44,10 @@ class LocalExecutor:
     def describe(self) -> dict[str, str]:
         """For the start-up report: backend, dtype, memory of weights and KV pool, ..."""
         return dict(self._report)
+
+    def tier_use(self) -> TierUse | None:
+        """How full the tiers are; from any thread. None: closed."""
+        return None if self._runner is None else self._runner.tiers.use()
 
     def save_prefixes(self, path: str, runs: Sequence[KeptRun]) -> None:
         """Write cached runs to a file, whole or not at all."""
