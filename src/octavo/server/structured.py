@@ -9,11 +9,12 @@ import msgspec
 
 from ..errors import RequestError
 from ..grammar_spec import BOUNDED_WHITESPACE, GrammarSpec
-from .fields import Fields, not_yet
+from ..structural_tag import structural_tag
+from .fields import Fields
 
 logger = logging.getLogger("octavo.server")
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 ALIASES = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 
 
@@ -51,8 +52,8 @@ def _response_format(given: dict[str, Any]) -> GrammarSpec | None:
             raise RequestError(text, param="response_format")
         return _grammar("json", schema, "response_format")
     if kind == "structural_tag":
-        raise not_yet("response_format")
-    text = "response_format.type must be text, json_object or json_schema"
+        return _grammar("structural_tag", given, "response_format")
+    text = "response_format.type must be text, json_object, json_schema or structural_tag"
     raise RequestError(text, param="response_format")
 
 
@@ -84,13 +85,17 @@ def _spec(kind: str, value: Any, whitespace: str) -> GrammarSpec:
         if value is not True:
             raise RequestError("json_object must be true")
         return GrammarSpec.json({"type": "object"}, whitespace)
-    if kind == "json":
+    if kind in ("json", "structural_tag"):
         if isinstance(value, str):
             try:
                 value = msgspec.json.decode(value)
             except (msgspec.DecodeError, RecursionError) as error:
-                raise RequestError(f"the schema is not JSON: {error}") from None
-        return GrammarSpec.json(value, whitespace)
+                raise RequestError(f"the {kind} is not JSON: {error}") from None
+        if kind == "json":
+            return GrammarSpec.json(value, whitespace)
+        if not isinstance(value, dict):
+            raise RequestError("a structural_tag must be an object")
+        return structural_tag(value)
     if kind == "choice":
         if not isinstance(value, list):
             raise RequestError("a choice needs a list of non-empty strings")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ..errors import RequestError
 from ..grammar_spec import GrammarSpec
+from ..structural_tag import compact_schema
 from .fields import Fields, asks_for_nothing, not_yet
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -60,7 +61,8 @@ class Tools(NamedTuple):
         bodies = []
         for i, function in enumerate(self.callable):
             start = json.dumps(function["name"] + MIDDLE)
-            bodies.append(f"f{i}: {start} %json {json.dumps(_compact(function))}")
+            schema = compact_schema({**function["parameters"], "type": "object"})
+            bodies.append(f"f{i}: {start} {schema}")
         free = self.choice == "auto"
         many = self.parallel and self.choice != "named"
         lines = [
@@ -80,11 +82,6 @@ def _start(*, free: bool, many: bool) -> str:
     if free:
         return "start: call* TEXT" if many else "start: call | TEXT"
     return f'start: call ("\\n" call){{0,{MAX_CALLS - 1}}}' if many else "start: call"
-
-
-def _compact(function: dict[str, Any]) -> dict[str, Any]:
-    options = {"whitespace_flexible": False, "lenient": False}
-    return {**function["parameters"], "type": "object", "x-guidance": options}
 
 
 def parse_tools(fields: Fields) -> Tools | None:
