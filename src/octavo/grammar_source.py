@@ -8,23 +8,27 @@ from .errors import RequestError
 from .grammar_spec import GrammarSpec
 
 _THINKING = r"""
-start: {start} @form
 rest[lazy]: /(.|\n)*/ "</think>"
 blank: /[ \n]*/
 """
-_STARTS = {"open": "rest blank", "may": '(/[ \\n]*/ "<think>" rest blank)?'}
+_STARTS = {"": "", "open": "rest blank", "may": '(/[ \\n]*/ "<think>" rest blank)?'}
 
 
 def source_of(spec: GrammarSpec) -> str:
     """What LLMatcher takes. Raises RequestError."""
     try:
-        form = _form_of(spec)
-        if not spec.thinking:
-            return form
-        is_json = form.startswith("{")
-        grammars = json.loads(form)["grammars"] if is_json else [{"lark_grammar": form}]
-        first = {"lark_grammar": _THINKING.format(start=_STARTS[spec.thinking])}
-        return json.dumps({"grammars": [first, {**grammars[0], "name": "form"}, *grammars[1:]]})
+        forms = {"form": _form_of(spec)}
+        if spec.instead is not None:
+            forms["instead"] = _form_of(spec.instead)
+        elif not spec.thinking:
+            return forms["form"]
+        start = f"start: {_STARTS[spec.thinking]} ({' | '.join(f'@{name}' for name in forms)})"
+        grammars = [{"lark_grammar": start + (_THINKING if spec.thinking else "")}]
+        for name, form in forms.items():
+            is_json = form.startswith("{")
+            parts = json.loads(form)["grammars"] if is_json else [{"lark_grammar": form}]
+            grammars += [{**parts[0], "name": name}, *parts[1:]]
+        return json.dumps({"grammars": grammars})
     except Exception as error:
         raise RequestError(f"the grammar can't be read: {error}", param="grammar") from error
 

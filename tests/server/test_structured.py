@@ -130,6 +130,7 @@ def test_a_schema_that_does_not_compile_is_a_400(
     answer = httpx.post(f"{live.server.url}/v1/completions", json=body)
     assert answer.status_code == 400
     assert word in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "response_format"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -145,7 +145,7 @@ class Grammars:
         limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
         compiled = LLMatcher(vocabulary, source_of(spec), log_level=0, limits=limits)
         if compiled.is_error():
-            reason = compiled.get_error().partition("<non-verbose")[0].strip()
+            reason = compiled.get_error().partition("<non-verbose")[0].strip().partition("\n")[0]
             text = reason.replace("Unimplemented keys:", "unsupported keywords in the JSON schema:")
             raise RequestError(f"the grammar can't be used: {text}", param="grammar")
         Matcher(compiled)  # the first mask is the slowest, and this may be any thread

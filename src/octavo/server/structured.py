@@ -18,8 +18,9 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 ALIASES = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 
 
-def parse_structured(fields: Fields) -> GrammarSpec | None:
-    """The grammar that a request asks for. Raises RequestError for a bad one, and for two."""
+def parse_structured(fields: Fields) -> tuple[str, GrammarSpec] | None:
+    """The grammar that a request asks for, and the field that does. Raises RequestError for a bad
+    one, and for two."""
     found: dict[str, GrammarSpec] = {}
     if (spec := _response_format(fields.mapping("response_format"))) is not None:
         found["response_format"] = spec
@@ -34,7 +35,7 @@ def parse_structured(fields: Fields) -> GrammarSpec | None:
     if len(found) > 1:
         names = " and ".join(found)
         raise RequestError(f"{names} exclude each other: send one", param=list(found)[1])
-    return next(iter(found.values()), None)
+    return next(iter(found.items()), None)
 
 
 def _response_format(given: dict[str, Any]) -> GrammarSpec | None:
