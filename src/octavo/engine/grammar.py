@@ -9,6 +9,7 @@ of the form it was promised in (C71).
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -145,7 +146,8 @@ class Grammars:
         limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
         compiled = LLMatcher(vocabulary, source_of(spec), log_level=0, limits=limits)
         if compiled.is_error():
-            reason = compiled.get_error().partition("<non-verbose")[0].strip().partition("\n")[0]
+            # Of the lines around the place only some are the user's own.
+            reason = re.split(r"<non-verbose|\n +\d+ \|", compiled.get_error())[0].strip()
             text = reason.replace("Unimplemented keys:", "unsupported keywords in the JSON schema:")
             raise RequestError(f"the grammar can't be used: {text}", param="grammar")
         Matcher(compiled)  # the first mask is the slowest, and this may be any thread
