@@ -261,7 +261,7 @@ class Scheduler:
                 continue
             request_id = request.request_id
             if faults and entry.row in faults:
-                _, message, retry = faults[entry.row]
+                _, message, retry, refused = faults[entry.row]
                 if retry:
                     self.event_log.record(Reason.LOST, request.request_id)
                     self.kv.free(request, publish=False)
@@ -269,7 +269,7 @@ class Scheduler:
                     self._preempt(request, request)
                     continue
                 self._end(request, "error", message)
-                events.append(TokenEvent(request_id, (), (), "error", None, message))
+                events.append(TokenEvent(request_id, (), (), "error", None, message, refused))
                 continue
             request.num_computed_tokens = entry.num_computed_tokens + entry.num_new_tokens
             if scored and entry.row in scored:
