@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from beds.engine_bed import EngineBed
+from octavo.durable import Postponed
 from octavo.engine.prefix_keeper import REST
 
 
@@ -19,7 +21,9 @@ class Disk:
         bed.model.load_prefixes = lambda path: []  # type: ignore[attr-defined]
         bed.model.save_prefixes = self.write  # type: ignore[attr-defined]
 
-    def write(self, path: str, runs: Any) -> None:
+    def write(self, path: str, runs: Any, go_on: Callable[[], bool]) -> None:
+        if not go_on():
+            raise Postponed
         self.time += self.seconds
         self.num_writes += 1
         if self.fails:
@@ -74,6 +78,20 @@ def test_a_write_that_fails_is_said_and_not_tried_at_once(caplog: pytest.LogCapt
     disk.fails = False
     bed.core.close()
     assert disk.num_writes == 2, "nothing had changed since"
+
+
+def test_a_write_gives_way_to_requests() -> None:
+    """When somebody comes, an idle engine stops writing, and tries again when it is idle."""
+    bed = EngineBed()
+    disk = Disk(bed, 1.0)
+    keeper = bed.core.prefixes
+    keeper.begin("kept", 0.0)
+    bed.add([1] * 9, max_tokens=2)
+    bed.run()
+    assert keeper.keep(go_on=lambda: False) == 0.0
+    assert disk.num_writes == 0
+    assert keeper.keep(go_on=lambda: True) is None
+    assert disk.num_writes == 1
 
 
 def test_without_a_file_nothing_is_written() -> None:

@@ -256,7 +256,8 @@ class AsyncLLM:
         except queue.Empty:
             self._engine.core.scheduler.audit()
             self._compilers.submit(self._engine.core.grammars.warm_up)
-        while (seconds := self._engine.core.prefixes.keep()) is not None:
+        keep, go_on = self._engine.core.prefixes.keep, self._commands.empty
+        while (seconds := keep(go_on=go_on)) is not None:
             with suppress(queue.Empty):
                 return self._commands.get(timeout=seconds)
         return self._commands.get()

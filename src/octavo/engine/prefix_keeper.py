@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from ..core.scheduler import Scheduler
+from ..durable import Postponed
 from ..worker.executor import Executor
 
 logger = logging.getLogger("octavo")
@@ -37,16 +38,20 @@ class PrefixKeeper:
         self.due = self._now() + self._seconds
         self._version = self._scheduler.kv.cache.version
 
-    def keep(self, *, at_once: bool = False) -> float | None:
-        """Write what has changed, unless the last write is not long enough ago: then returns the
-        seconds until that; else None."""
+    def keep(
+        self, *, at_once: bool = False, go_on: Callable[[], bool] = lambda: True
+    ) -> float | None:
+        """Write what has changed, unless the last write is not long enough ago, or `go_on` stops
+        it: then returns the seconds until the next may be; else None."""
         start, version = self._now(), self._scheduler.kv.cache.version
         if self._path is None or version == self._version:
             return None
         if start < self._rested and not at_once:
             return self._rested - start
         try:
-            self._executor.save_prefixes(self._path, self._scheduler.kv.export_prefixes())
+            self._executor.save_prefixes(self._path, self._scheduler.kv.export_prefixes(), go_on)
+        except Postponed:
+            return 0.0
         except (OSError, MemoryError) as error:
             logger.error("prefix cache not kept in %s: %s", self._path, error)
         self._version, end = version, self._now()
