@@ -86,9 +86,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool =
     )
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
     if config.cache.prefix_cache_file is not None:
-        core.begin_with_prefixes(
-            config.cache.prefix_cache_file, config.cache.prefix_cache_save_seconds
-        )
+        core.prefixes.begin(config.cache.prefix_cache_file, config.cache.prefix_cache_save_seconds)
     inputs = InputProcessor(
         tokenizer,
         scheduler.limits,
