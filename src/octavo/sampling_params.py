@@ -253,6 +253,13 @@ class SamplingParams:
         """Whether the most likely token is taken, without noise."""
         return self.temperature < GREEDY_EPSILON
 
+    @property
+    def takes_forced_tokens(self) -> bool:
+        """Whether the only token that a grammar allows is what will be sampled, whatever the logits
+        are, and nobody asks for its log probability."""
+        barring = (self.bad_words_token_ids, self.logits_processors, self.min_tokens)
+        return self.logprobs is None and self.allowed_token_ids is None and not any(barring)
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Names of all parameters."""
