@@ -31,9 +31,7 @@ MAX_ENTRIES = {
 
 def _check(condition: bool, name: str, value: object, wanted: str) -> None:
     if not condition:
-        shown = repr(value)
-        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-        raise RequestError(f"{name} is {shown}, but must be {wanted}", param=name)
+        raise RequestError(f"{name} is {value!r}, but must be {wanted}", param=name)
 
 
 def _is_int(value: object) -> bool:
