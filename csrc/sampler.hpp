@@ -17,6 +17,11 @@ struct Scale {
         return (temperature == 1.0f ? shifted : shifted / temperature) + 0.0f;
     }
 
+    VF operator()(VF logit) const {
+        const VF shifted = sub(logit, set1(highest));
+        return add(temperature == 1.0f ? shifted : div(shifted, set1(temperature)), zero());
+    }
+
     // The logit that scales to `value`, or a little less.
     float inverse(float value) const { return lowered(highest + value * temperature); }
 
@@ -88,10 +93,11 @@ private:
     // Step 7 over the whole row. As a rule few tokens matter: what those below a border weigh in
     // all need not be known exactly to know where the limit falls above it.
     i64 nucleus() {
-        const float borders[] = {scaled.inverse(-4.0f), scaled.inverse(-10.0f)};
-        double total, below[2];
+        const float borders[] = {scaled.inverse(-3.5f), scaled.inverse(-6.0f),
+                                 scaled.inverse(-9.0f)};
+        double total, below[3];
         row_.weigh(scaled.temperature, borders, &total, below);
-        for (int b = 0; b < 2; ++b) {
+        for (int b = 0; b < 3; ++b) {
             if (total - below[b] < top_p_ * total * 1.001) continue;
             const i64 kept = nucleus_above(borders[b], below[b]);
             if (kept != kUnsure) return kept;
@@ -275,7 +281,7 @@ inline void logprobs(const LogprobArgs& args) {
         const i64 size = row.size();
         Tokens tokens(static_cast<char*>(scratch(Scratch::items, size * 2 * Tokens::kBytes)), size);
         Tokens spare(reinterpret_cast<char*>(tokens.weights) + size * Tokens::kBytes, size);
-        const auto same = [](float logit) { return logit + 0.0f; };
+        const auto same = [](VF logit) { return add(logit, zero()); };
         const float reached = row.floor_of(args.num_top, spare.ids);
         i64 count = row.collect(reached, reached, tokens, same);
         for (i64 i = 0; i < count; ++i) tokens.weights[i] = 1;

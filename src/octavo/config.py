@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import os
 import textwrap
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from .errors import ConfigError
@@ -72,18 +74,35 @@ class CacheConfig:
     """Folder of that file. Default: the system's folder for temporary files."""
 
     prefix_cache_file: str | None = None
-    """File in which cached prefixes outlive the process: written when the engine closes, read into
-    the tiers (see ram_tier_memory) when it starts. It holds the tokens of prompts and answers."""
+    """File in which cached prefixes outlive the process: read into the tiers (see ram_tier_memory)
+    when the engine starts; written when it closes, when a server has been idle for a second, and
+    every prefix_cache_save_seconds. It is replaced as a whole, so that a kill at any moment leaves
+    the last one; a damaged or foreign file is not used, and a line in the log says so. It holds
+    the tokens of prompts and answers, readable by its owner."""
+
+    prefix_cache_save_seconds: float = 300.0
+    """Seconds after which a busy engine, too, writes prefix_cache_file; requests wait meanwhile,
+    a few seconds for a GiB. 0: only an idle or closing one does."""
 
     def __post_init__(self) -> None:
         _check_types(self)
         for name in ("ram_tier_memory", "file_tier_memory"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more bytes")
+        seconds = self.prefix_cache_save_seconds
+        in_range = 0 <= seconds < math.inf
+        _require(in_range, "prefix_cache_save_seconds", seconds, "0 or more seconds")
+        _require(self.prefix_cache_file != "", "prefix_cache_file", "", "the path of a file")
         _require(
-            self.block_size >= 1 and not self.block_size & (self.block_size - 1),
+            self.prefix_cache_file is None or self.enable_prefix_caching,
+            "enable_prefix_caching",
+            self.enable_prefix_caching,
+            "on with prefix_cache_file: there is nothing to keep else",
+        )
+        _require(
+            1 <= self.block_size <= 65_536 and not self.block_size & (self.block_size - 1),
             "block_size",
             self.block_size,
-            "a power of two",
+            "a power of two, at most 65,536",
         )
         _require(
             self.num_kv_blocks is None or self.num_kv_blocks >= 1,
@@ -171,8 +190,9 @@ class SchedulerConfig:
     """A request that has not started after so many seconds ends with finish_reason timeout."""
 
     victim_policy: str = "auto"
-    """Who yields its blocks when the pool is short: last_arrived, lowest_priority, most_generated
-    or fewest_generated. auto: lowest_priority under priority, else last_arrived."""
+    """Who yields its blocks when the pool is short: last_arrived, lowest_priority, most_generated,
+    fewest_generated or cheapest (who is quickest to bring back, by measured rates). auto:
+    lowest_priority under priority, else last_arrived."""
 
     preemption_mode: str = "recompute"
     """What happens to the K/V of a preempted request: recompute (dropped, computed again), swap
@@ -259,9 +279,10 @@ class BackendConfig:
     (the answers are the same; a prompt takes about one layer less)."""
 
     quantization: str | None = None
-    """Compute from quantised weights: int8 (any model, quantised at load, a scale per 32 values of
-    a row) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
-    too. Faster for few requests at a time, slower for many. Default: weights as dtype says."""
+    """Compute from quantised weights: int8 (any model, quantised at load, one scale per row of a
+    weight) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
+    too. int8 is faster everywhere, stored for few requests at a time. Default: weights as dtype
+    says."""
 
     packed_cache: str = "auto"
     """Keep weights as they are packed in a file beside the models in the cache, so that the next
@@ -320,8 +341,13 @@ class EngineConfig:
     """Seed from which requests without one derive theirs, by arrival number."""
 
     record: str | None = None
-    """Write every input and decision of the scheduler to this file, prompts as token ids, for
-    octavo replay. Default: no recording."""
+    """Write every input and decision of the scheduler to this file, prompts and answers as token
+    ids, for octavo replay. Default: no recording."""
+
+    record_hashes: bool = False
+    """With record: instead of token ids, hashes under a key that is kept nowhere. The file then
+    tells how long prompts and answers are, when they came and which begin alike, not what they
+    say."""
 
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -329,6 +355,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        _require(self.record != "", "record", "", "the path of a file")
+        _require(
+            self.record is not None or not self.record_hashes,
+            "record_hashes",
+            self.record_hashes,
+            "used with record",
+        )
         has_tier = self.cache.ram_tier_memory or self.cache.file_tier_memory
         _require(
             bool(has_tier) or self.scheduler.preemption_mode not in ("swap", "threshold", "auto"),
@@ -357,7 +390,7 @@ PARTS: dict[str, type] = {
 }
 
 
-TOP = ("model", "seed", "record")
+TOP = ("model", "seed", "record", "record_hashes")
 """Settings of EngineConfig itself."""
 
 
@@ -389,6 +422,7 @@ def _known() -> str:
     return ", ".join(names)
 
 
+@cache
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a config class, by field name, on one line each."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]

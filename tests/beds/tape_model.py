@@ -11,10 +11,11 @@ so it also shows when a resumed request takes its output for prompt (C14).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.messages import (
+    SMALL_MODEL,
     NewRequest,
     PromptLogprobs,
     RowFault,
@@ -110,9 +111,10 @@ class TapeModel:
         self.scripts = dict(scripts or {})
         self.faults = dict(faults or {})
         self.num_slots = self.num_tier_slots = num_slots
-        self.kept: dict[int, list[Slot | None]] = {}
-        """What is stored in each slot of the tiers."""
-        self.broken_slots: set[int] = set()
+        self.costs = SMALL_MODEL
+        self.kept: dict[int, list[Slot | None] | None] = {}
+        """What is stored in each slot of the tiers; None: what was lost before it came there."""
+        self.broken_slots: Container[int] = ()
         """Those that can't be read."""
         self.slots: list[Slot | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, TapeRow] = {}
@@ -168,6 +170,16 @@ class TapeModel:
         for slot in range(start, start + self.block_size):
             self.slots[slot] = Slot(-1, -1, -1, -1)
 
+    def keep(self, token_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Have in these slots the last blocks of a prompt, as another process left them."""
+        history, written = 0, list[Slot | None]()
+        for position, token_id in enumerate(token_ids):
+            history = mix(history, token_id)
+            written.append(Slot(-1, token_id, position, history))
+        for number, slot in enumerate(reversed(slots)):
+            end = len(written) - number * self.block_size
+            self.kept[slot] = written[end - self.block_size : end]
+
     def slot_of(self, row: TapeRow, position: int) -> int:
         """slot = block_table[position // block_size] * block_size + position % block_size."""
         block_index, offset = divmod(position, self.block_size)
@@ -181,21 +193,25 @@ class TapeModel:
         self.moves[kind] += 1
         if kind == "copy":
             self.slots[self.block(target)] = self.slots[self.block(source)]
+            if source in self.lost:
+                self.lost.add(target)
         elif kind == "store":
             assert target < sum(self.num_slots), "a tier is larger than its budget"
             if target in self.kept:
                 raise KVCorruption(f"what is kept in slot {target} was not given up")
-            self.kept[target] = self.slots[self.block(source)]
+            self.kept[target] = None if source in self.lost else self.slots[self.block(source)]
         elif kind == "drop":
             del self.kept[target]
         else:
             assert kind == "load"
             if source not in self.kept:
                 raise KVCorruption(f"nothing is kept in slot {source}")
-            self.slots[self.block(target)] = self.kept[source]
-            if source in self.broken_slots:
+            kept = self.kept[source]
+            if source in self.broken_slots or kept is None:
                 self.poison(target)
                 self.lost.add(target)
+            else:
+                self.slots[self.block(target)] = kept
 
     def _write(self, entry: ScheduledRequest) -> None:
         row = self.rows[entry.row]

@@ -393,7 +393,7 @@ def test_each_victim_policy_takes_who_it_names(victim: str, wanted: int) -> None
         request.token_ids += [0] * num_output
         request.rank = rank
         requests.append(request)
-    policy = VICTIM_POLICIES[victim]()
+    policy = VICTIM_POLICIES[victim](lambda request: 0)
     assert policy.choose(requests).request_id == wanted
     assert policy.choose(requests[::-1]).request_id == wanted
     assert policy.choose(requests[:1]) is requests[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
 
-from beds.tiny_files import write_tiny_gguf
+from beds.tiny_files import write_tiny_gguf, write_tiny_hf
 from octavo.config import make_config
 from octavo.engine.build import build_engine
 from octavo.errors import ModelLoadError
@@ -39,3 +40,14 @@ def test_damage_found_while_loading_an_alias_says_how_to_repair_it(
     monkeypatch.setitem(sources.ALIASES, "tiny", model)
     with pytest.raises(ModelLoadError, match=r"merges.*`octavo models fetch tiny`"):
         build_engine(make_config(model="tiny", backend="reference"))
+
+
+def test_a_recording_is_its_owners_alone(tmp_path: Path) -> None:
+    """Prompts are in it, as token ids."""
+    record = tmp_path / "run.jsonl"
+    settings = {"backend": "reference", "num_kv_blocks": 8, "max_model_len": 64}
+    model = str(write_tiny_hf(tmp_path / "tiny"))
+    engine = build_engine(make_config(model=model, record=str(record), **settings))
+    engine.core.scheduler._write.__self__.close()  # type: ignore[attr-defined]
+    assert stat.S_IMODE(record.stat().st_mode) == 0o600
+    assert record.read_text().startswith('["octavo",')

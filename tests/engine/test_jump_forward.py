@@ -270,10 +270,11 @@ def test_a_long_run_is_taken_in_parts() -> None:
     assert len(engine.model.traces) < len(answer[0])
 
 
-def test_a_recording_of_jumps_can_be_played_again() -> None:
+@pytest.mark.parametrize("hashed", [False, True])
+def test_a_recording_of_jumps_can_be_played_again(hashed: bool) -> None:
     lines: list[str] = []
     engine = bed(
-        make_scheduler=partial(RecordingScheduler, write=lines.append),
+        make_scheduler=partial(RecordingScheduler, write=lines.append, hashed=hashed),
         scheduling={"max_num_batched_tokens": 5},
         num_blocks=40,
     )

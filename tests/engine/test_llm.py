@@ -160,6 +160,19 @@ def test_a_closed_llm_says_so(model: str) -> None:
         llm.generate("abc", GREEDY)
 
 
+def test_closing_waits_for_no_open_stream_and_may_be_said_twice(model: str) -> None:
+    """A stream that is open is told before its memory goes, and its answer is not lost."""
+    llm = LLM(model, num_kv_blocks=8, max_model_len=64)
+    stream = llm.stream("abc", GREEDY)
+    events = [next(stream)]
+    with pytest.raises(RequestError, match="still open"):
+        llm.close()
+    events += stream
+    assert events[-1].finish_reason in ("length", "stop")
+    llm.close()
+    llm.close()
+
+
 def test_an_answer_reports_its_seed_and_the_seed_repeats_it(llm: LLM) -> None:
     """Promise 1: a derived seed is returned, and gives the same answer when sent again."""
     sampled = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)

@@ -71,7 +71,8 @@ def start(model: Path, **settings: Any) -> list[Any]:
 def start_apart(model: Path, before: str = "") -> subprocess.Popen[str]:
     """A start in a process of its own."""
     command = [sys.executable, "-c", ONE_START.format(before=before), str(model)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
 
 
 def kept(cache: Path) -> Path:
@@ -164,18 +165,22 @@ def test_a_damaged_file_is_not_used(
     with kept(cache).open("rb") as file:
         index, begin = packed.read_index(file)
     _, _, offset, nbytes, _ = index["weights"][-1]
-    at = {"magic": 3, "digest": 40, "index": 70, "first": begin + 9}
-    at |= {"last": begin + offset + nbytes - 3}
-    whole[at.get(place, -1)] ^= 1
+    at = {"magic": 3, "digest": 40, "index": 70, "first weight": begin + 9}
+    at |= {"last weight": begin + offset + nbytes - 3}
     if place == "end":
         whole += b"more"
+    else:
+        whole[at[place]] ^= 1
     kept(cache).write_bytes(whole)
     assert start(model) == answers
     assert "are not used" in said.text
 
 
 def test_another_model_in_the_same_place_is_not_taken_for_the_first(
-    tmp_path: Path, cache: Path, said: pytest.LogCaptureFixture
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: pytest.LogCaptureFixture,
 ) -> None:
     """A model file of the same name and size, with and without its time changed."""
     model = tmp_path / "tiny.gguf"
@@ -192,6 +197,11 @@ def test_another_model_in_the_same_place_is_not_taken_for_the_first(
     shutil.copyfile(others[0], model)
     os.utime(model, ns=(time, time))
     assert start(model) == answers[0]
+    monkeypatch.setattr(packed, "SAMPLES", 1)  # as of a large file, little of which is looked at
+    start(model)
+    shutil.copyfile(others[1], model)
+    os.utime(model, ns=(time, time + 1))
+    assert start(model) == answers[1]
     kept(cache)
 
 
@@ -218,6 +228,23 @@ def test_a_process_killed_while_it_writes_leaves_nothing_that_is_used(
     assert not kept(cache).name.startswith(packed.PREFIX)
     forbid_packing(monkeypatch)
     assert start(model) == answers
+
+
+def test_an_interrupt_at_exit_leaves_the_writing_and_nothing_behind(
+    model: Path, cache: Path
+) -> None:
+    """Ctrl-C while the process only waits for its writer, after a line that says so."""
+    before = "import os, time\nos.fsync = lambda fd: time.sleep(600)\npacked.PATIENCE = 0.1"
+    process = start_apart(model, before)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "Ctrl-C leaves that" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    output, rest = process.communicate(timeout=60)
+    assert output.startswith("[")
+    assert (process.returncode, rest) == (0, "")
+    assert list(cache.iterdir()) == []
 
 
 def test_two_processes_that_start_at_once_both_answer_and_keep_one_file(
@@ -278,8 +305,9 @@ def test_all_files_together_take_their_share_of_the_disk_at_most(
     first = kept(cache)
     start(model, quantization="int8")
     [second] = set(cache.iterdir()) - {first}
+    os.utime(first, (500, 500))
     os.utime(second, (1000, 1000))
-    start(model)  # used again, so it is not the oldest
+    start(model)  # used again, so it is not the oldest any more
     room = first.stat().st_size + second.stat().st_size
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10 * room, 0, 10 * room))

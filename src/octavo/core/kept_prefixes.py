@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..messages import KeptRun
-from .radix_cache import Node, RadixCache, path_to
+from .radix_cache import Node, RadixCache
 
 
 def export(cache: RadixCache, max_blocks: int) -> list[KeptRun]:
@@ -14,21 +14,15 @@ def export(cache: RadixCache, max_blocks: int) -> list[KeptRun]:
     index_of: dict[Node, int] = {}
     runs: list[KeptRun] = []
     for node in nodes:
-        parent = node.parent
+        parent, places = node.parent, tuple(node.block_ids)
         assert parent is not None
-        if len(node.block_ids) > max_blocks or (parent.parent and parent not in index_of):
+        follows = index_of.get(parent, -1)
+        if len(places) > max_blocks or (parent.parent and follows < 0):
             continue
-        max_blocks -= len(node.block_ids)
+        max_blocks -= len(places)
         index_of[node] = len(runs)
-        runs.append(
-            KeptRun(
-                _scope_of(cache, node),
-                index_of.get(parent, -1),
-                node.token_ids,
-                tuple(node.block_ids),
-                node.in_tier,
-            )
-        )
+        scope = cache._scopes[parent.node_id] if follows < 0 else runs[follows].scope
+        runs.append(KeptRun(scope, follows, node.token_ids, places, node.in_tier))
     return runs
 
 
@@ -46,9 +40,3 @@ def graft(cache: RadixCache, runs: Sequence[KeptRun]) -> None:
     cache._tick()
     for node in nodes:
         cache._note_leaf(node)
-
-
-def _scope_of(cache: RadixCache, node: Node) -> str:
-    *_, top = path_to(node)
-    assert top.parent is not None
-    return cache._scopes[top.parent.node_id]

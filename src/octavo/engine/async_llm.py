@@ -33,7 +33,7 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger("octavo")
 
 IDLE_AUDIT_SECONDS = 1.0
-"""Without work for so long, the engine recounts its blocks once, then sleeps."""
+"""Without work for so long, the engine recounts its blocks once, keeps prefixes, then sleeps."""
 
 Command = Callable[[], list[StreamEvent]]
 
@@ -255,6 +255,7 @@ class AsyncLLM:
             return self._commands.get(timeout=IDLE_AUDIT_SECONDS)
         except queue.Empty:
             self._engine.core.scheduler.audit()
+            self._engine.core.keep_prefixes()
             self._compilers.submit(self._engine.core.grammars.warm_up)
             return self._commands.get()
 

@@ -7,20 +7,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig
 from ..core.scheduler import Scheduler
-from ..errors import ConfigError, ModelLoadError
-from ..trace.record import RecordingScheduler
+from ..errors import ModelLoadError
+from ..trace.record import RecordingScheduler, open_recording
 from ..weights.sources import open_checkpoint, repairable
 from ..worker.executor import Executor
 from ..worker.load import load_executor
 from .engine_core import EngineCore
 from .grammar import Grammars
 from .input_processor import InputProcessor
-from .metrics import Metrics
+from .metrics import Metrics, Unwatched
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
@@ -44,24 +44,22 @@ def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     """A scheduler, recording if asked to. Raises ConfigError if that can't be written."""
     make = Scheduler
     if config.record is not None:
-        try:
-            # Line-buffered: what a killed process decided last is in the file.
-            file = Path(config.record).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
-        except OSError as error:
-            wanted = f"a file that can be written ({error})"
-            raise ConfigError("record", config.record, wanted) from None
-        make = partial(RecordingScheduler, write=file.write)  # type: ignore[assignment]
+        write, hashed = open_recording(config.record), config.record_hashes
+        make = partial(RecordingScheduler, write=write, hashed=hashed)  # type: ignore[assignment]
     return make(
         config.scheduler,
         config.cache,
         num_blocks=executor.num_kv_blocks,
         max_model_len=executor.max_model_len,
         num_slots=executor.num_tier_slots,
+        costs=executor.costs,
     )
 
 
-def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
+def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool = True) -> Engine:
     """Find the model, load it, and connect scheduler, executor and text.
+
+    scraped: whether somebody reads the metrics.
 
     Raises ModelLoadError for a model that can't be had and ConfigError for impossible settings.
     """
@@ -73,10 +71,12 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         executor = load_executor(config, checkpoint)
         tokenizer = building.result()
     scheduler = make_scheduler(config, executor)
-    prefix_file = config.cache.prefix_cache_file
-    if prefix_file is not None and config.cache.enable_prefix_caching:
-        scheduler.import_prefixes(executor.load_prefixes(prefix_file))
-    metrics = Metrics(checkpoint.name)
+    metrics: Any = Unwatched()
+    if scraped:
+        from ..trace.tier_metrics import TierCollector
+
+        metrics = Metrics(checkpoint.name)
+        metrics.registry.register(TierCollector(scheduler.event_log, executor, metrics.labels))
     eos_token_ids = checkpoint.generation.eos_token_ids
     grammars = Grammars(
         tokenizer,
@@ -85,7 +85,10 @@ def build_engine(config: EngineConfig, *, progress: bool = True) -> Engine:
         jump_forward=config.scheduler.jump_forward,
     )
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
-    core.prefix_file = prefix_file
+    if config.cache.prefix_cache_file is not None:
+        core.begin_with_prefixes(
+            config.cache.prefix_cache_file, config.cache.prefix_cache_save_seconds
+        )
     inputs = InputProcessor(
         tokenizer,
         scheduler.limits,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..messages import KeptRun, SchedulerOutput, StepResult
+from ..messages import KeptRun, ModelCosts, SchedulerOutput, StepResult, TierUse
 from ..sampling import processors
 from ..sampling_params import SamplingParams
 from .model_runner import ModelRunner
@@ -28,7 +28,9 @@ class LocalExecutor:
         self.num_kv_blocks = runner.kv_cache.num_blocks
         self.num_tier_slots = runner.tiers.num_slots
         self.max_model_len = max_model_len
-        self.vocab_size = runner.model.config.vocab_size
+        shape = runner.model.config
+        self.vocab_size = shape.vocab_size
+        self.costs = ModelCosts(runner.kv_cache.block_nbytes, 2 * shape.num_layer_weights)
 
     def submit(self, plan: SchedulerOutput) -> StepResult:
         """Compute a step now. Returns the handle for collect()."""
@@ -42,6 +44,10 @@ class LocalExecutor:
     def describe(self) -> dict[str, str]:
         """For the start-up report: backend, dtype, memory of weights and KV pool, ..."""
         return dict(self._report)
+
+    def tier_use(self) -> TierUse | None:
+        """How full the tiers are; from any thread. None: closed."""
+        return None if self._runner is None else self._runner.tiers.use()
 
     def save_prefixes(self, path: str, runs: Sequence[KeptRun]) -> None:
         """Write cached runs to a file, whole or not at all."""
