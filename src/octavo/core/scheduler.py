@@ -294,8 +294,7 @@ class Scheduler:
         """Append tokens that nobody has to sample to a running request, between two steps; later
         steps compute them like any that are known. Those behind an end are left out."""
         request = self.requests[request_id]
-        num_before = len(request.token_ids)
-        finish_reason, stop_reason = None, None
+        num_before, stop_reason = len(request.token_ids), None
         for token_id in token_ids:
             request.token_ids.append(token_id)
             finish_reason, stop_reason = find_stop(request, token_id, self.limits.max_model_len)
@@ -303,7 +302,7 @@ class Scheduler:
                 self._end(request, finish_reason)
                 break
         added = tuple(request.token_ids[num_before:])
-        return TokenEvent(request_id, added, (), finish_reason, stop_reason)
+        return TokenEvent(request_id, added, (), request.finish_reason, stop_reason)
 
     def finish(self, request_id: int, reason: str) -> bool:
         """End a request from outside (abort, a stop string): False if it is not live any more.

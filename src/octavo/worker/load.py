@@ -55,7 +55,7 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         kernels.make_arena(),
         rows,
         sampler=make_sampler(model.config.vocab_size, kernels.sampling),
-        new_row_state=RowState.from_new_request,
+        new_row_state=RowState,
         forward=captured,
     )
     report = describe(checkpoint, kernels, model, storage)
