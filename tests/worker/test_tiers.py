@@ -29,7 +29,7 @@ def make(num_ram: int, num_file: int, folder: Path) -> Tiers:
     config = CacheConfig(
         ram_tier_memory=num_ram * pool.block_nbytes,
         file_tier_memory=num_file * pool.block_nbytes,
-        file_tier_dir=str(folder),
+        file_tier_dir=str(folder) if num_file else None,
     )
     return Tiers(config, pool)
 
