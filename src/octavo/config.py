@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import math
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, RequestError
+from .sampling_params import SamplingParams
 
 _KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 """What to say of a setting's type, by its annotation; None may be taken beside it."""
@@ -367,6 +369,14 @@ class EngineConfig:
     tells how long prompts and answers are, when they came and which begin alike, not what they
     say."""
 
+    generation_config: str = "auto"
+    """Sampling that a request leaves unsaid: auto (as the model recommends it) or vllm (OpenAI's
+    defaults)."""
+
+    override_generation_config: str | None = None
+    """A JSON object of sampling defaults that go before those: {"temperature": 0.7}. What a request
+    says goes before all. Default: none."""
+
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
@@ -380,6 +390,13 @@ class EngineConfig:
             self.record_hashes,
             "used with record",
         )
+        _require(
+            self.generation_config in ("auto", "vllm"),
+            "generation_config",
+            self.generation_config,
+            "auto or vllm",
+        )
+        self.sampling_defaults({})
         has_tier = self.cache.ram_tier_memory or self.cache.file_tier_memory
         _require(
             bool(has_tier) or self.scheduler.preemption_mode not in ("swap", "threshold", "auto"),
@@ -400,6 +417,27 @@ class EngineConfig:
             "paged with ram_tier_memory or file_tier_memory",
         )
 
+    def sampling_defaults(self, recommended: Mapping[str, float]) -> dict[str, Any]:
+        """SamplingParams that a request leaves unsaid: the operator's over the model's.
+
+        Raises ConfigError for overrides that are no such parameters.
+        """
+        text, name = self.override_generation_config, "override_generation_config"
+        own = {}
+        if text is not None:
+            try:
+                own = json.loads(text)
+                wrong = [key for key in own if key not in _SAMPLING_DEFAULTS]
+                valid = isinstance(own, dict) and not wrong
+                _require(valid, name, text, f"a JSON object of {', '.join(_SAMPLING_DEFAULTS)}")
+                SamplingParams(**own)
+            except (ValueError, TypeError, RequestError) as error:
+                raise ConfigError(name, text, f"a JSON object: {error}") from error
+        return {**(recommended if self.generation_config == "auto" else {}), **own}
+
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+                      "presence_penalty", "frequency_penalty")  # fmt: skip
 
 PARTS: dict[str, type] = {
     "cache": CacheConfig,
@@ -408,7 +446,8 @@ PARTS: dict[str, type] = {
 }
 
 
-TOP = ("model", "seed", "record", "record_hashes")
+TOP = ("model", "seed", "record", "record_hashes", "generation_config",
+       "override_generation_config")  # fmt: skip
 """Settings of EngineConfig itself."""
 
 
