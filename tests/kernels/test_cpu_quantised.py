@@ -72,6 +72,18 @@ def activations(rows: int, k: int, ops: CpuKernels, seed: int) -> Array:
     return np.random.default_rng(seed + 1).standard_normal((rows, k), np.float32).astype(ops.dtype)
 
 
+def assert_rows_alone(ops: CpuKernels, x: Array, weight: Linear | None, quantization: str) -> None:
+    """Each row of a product, any number of them together, and any threads: the same bits."""
+    rows, whole = len(x), product(ops, x, weight, np.float32)
+    for row in {0, rows // 2, rows - 1}:
+        assert bits(product(ops, x[row : row + 1], weight, np.float32)) == bits(whole[row])
+    cut = rows // 3
+    assert bits(product(ops, x[cut:], weight, np.float32)) == bits(whole[cut:])
+    for threads in (1, 3):
+        other = make_kernels(threads=threads, isa=ops.isa, quantization=quantization)
+        assert bits(product(other, x, weight, np.float32)) == bits(whole)
+
+
 def as_int8_sees(x: Array) -> Array:
     """Activations after quantisation, in float64: by its definition."""
     rows, k = x.shape
@@ -199,14 +211,7 @@ def test_a_row_of_an_int8_product_is_the_same_alone(
     ops = make_kernels(threads=2, isa=level, quantization="int8")
     weight = ops.pack_linear(np.random.default_rng(seed).standard_normal((n, k), np.float32))
     x = activations(rows, k, ops, seed)
-    whole = product(ops, x, weight, np.float32)
-    for row in {0, rows // 2, rows - 1}:
-        assert bits(product(ops, x[row : row + 1], weight, np.float32)) == bits(whole[row])
-    cut = rows // 3
-    assert bits(product(ops, x[cut:], weight, np.float32)) == bits(whole[cut:])
-    for threads in (1, 3):
-        other = make_kernels(threads=threads, isa=level, quantization="int8")
-        assert bits(product(other, x, weight, np.float32)) == bits(whole)
+    assert_rows_alone(ops, x, weight, "int8")
 
 
 @levels
@@ -273,14 +278,7 @@ def test_a_row_of_a_quantised_product_is_the_same_alone(
     k = blocks * KINDS[kind].block_size
     weight = ops.pack_stored([random_rows(kind, n, k, seed)], k)
     x = activations(rows, k, ops, seed)
-    whole = product(ops, x, weight, np.float32)
-    for row in {0, rows // 2, rows - 1}:
-        assert bits(product(ops, x[row : row + 1], weight, np.float32)) == bits(whole[row])
-    cut = rows // 3
-    assert bits(product(ops, x[cut:], weight, np.float32)) == bits(whole[cut:])
-    for threads in (1, 3):
-        other = make_kernels(threads=threads, isa=level, quantization="stored")
-        assert bits(product(other, x, weight, np.float32)) == bits(whole)
+    assert_rows_alone(ops, x, weight, "stored")
 
 
 @levels
