@@ -11,7 +11,8 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -33,6 +34,16 @@ def _check_types(config: object) -> None:
             continue
         if kind in _KINDS and type(value).__name__ != kind and not (or_none and value is None):
             raise ConfigError(setting.name, value, _KINDS[kind])
+
+
+@contextmanager
+def must_fit(name: str, value: object, what: str) -> Iterator[None]:
+    """Raise ConfigError where the system refuses the memory that a setting asks for: `what`."""
+    try:
+        yield
+    except MemoryError:
+        wanted = f"smaller: the system refuses {what}"
+        raise ConfigError(name, value, wanted) from None
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -91,6 +102,12 @@ class CacheConfig:
         _check_types(self)
         for name in ("ram_tier_memory", "file_tier_memory"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more bytes")
+        _require(
+            self.file_tier_dir is None or (self.file_tier_dir != "" and self.file_tier_memory > 0),
+            "file_tier_dir",
+            self.file_tier_dir,
+            "used with file_tier_memory: without it there is no file",
+        )
         seconds = self.prefix_cache_save_seconds
         in_range = 0 <= seconds < math.inf
         _require(in_range, "prefix_cache_save_seconds", seconds, "0 or more seconds")
@@ -221,9 +238,9 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.swap_threshold >= 0, "swap_threshold", self.swap_threshold, "at least 0")
-        for name in ("max_num_scheduled_tokens", "max_model_len"):
+        for name, least in (("max_num_scheduled_tokens", 1), ("max_model_len", 2)):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "at least 1")
+            _require(value is None or value >= least, name, value, f"at least {least}")
         names = ("priority_ageing_steps", "overtake_limit", "skip_limit")
         for name in (*names, "max_num_queued_reqs", "max_num_queued_tokens"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or above")
