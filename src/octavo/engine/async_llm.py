@@ -201,7 +201,7 @@ class AsyncLLM:
         if self._thread.is_alive():
             self._commands.put(lambda: self._end_all(SHUTTING_DOWN))
             self._thread.join()
-        self._compilers.shutdown(cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._engine.core.close(healthy=self._dead is None)
 
     def _expire(self, request_id: int) -> None:
