@@ -72,6 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as empty:
         # Models come from the cache as it is; packed weights are this run's own.
         environment = {**os.environ, "OCTAVO_PACKED": empty}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
         first = start(args.model, args.flags, environment)
         found: dict[str, list[Start]] = {name: [] for name in kinds}
         for _ in range(args.repeats):

@@ -140,6 +140,8 @@ std::shared_ptr<FileImage> open_image(int fd, i64 size, const std::string& way) 
 }  // namespace
 
 void bind_packed(nb::module_& m) {
+    // A thread that is left writing packed weights at exit holds some, and the system frees them.
+    nb::set_leak_warnings(false);
     nb::class_<FileImage>(m, "FileImage")
         .def_prop_ro("is_mapped", &FileImage::is_mapped)
         .def_prop_ro("huge_bytes", &FileImage::huge_bytes);

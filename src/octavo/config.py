@@ -82,7 +82,7 @@ class CacheConfig:
 
     prefix_cache_save_seconds: float = 300.0
     """Seconds after which a busy engine, too, writes prefix_cache_file; requests wait meanwhile,
-    about a second for a GiB. 0: only an idle or closing one does."""
+    a few seconds for a GiB. 0: only an idle or closing one does."""
 
     def __post_init__(self) -> None:
         _check_types(self)

@@ -206,7 +206,6 @@ def test_max_tokens_is_a_positive_whole_number(client: AppClient, max_tokens: An
         ("suffix", "end"),
         ("use_beam_search", True),
         ("best_of", 2),
-        ("response_format", {"type": "structural_tag"}),
         ("chat_template", "{{ messages }}"),
     ],
 )

@@ -131,16 +131,13 @@ class Metrics:
         """All metrics in Prometheus' text form."""
         return self._prometheus.generate_latest(self.registry)
 
-    def _counter(self, name: str, doc: str) -> Any:
-        make = self._prometheus.Counter
-        counter = make(f"vllm:{name}", doc, list(self.labels), registry=self.registry)
-        return counter.labels(**self.labels)
+    def _counter(self, name: str, doc: str, kind: str = "Counter", **options: Any) -> Any:
+        make = getattr(self._prometheus, kind)
+        made = make(f"vllm:{name}", doc, list(self.labels), registry=self.registry, **options)
+        return made.labels(**self.labels)
 
     def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Any:
-        histogram = self._prometheus.Histogram(
-            f"vllm:{name}", doc, list(self.labels), registry=self.registry, buckets=buckets
-        )
-        return histogram.labels(**self.labels)
+        return self._counter(name, doc, "Histogram", buckets=buckets)
 
 
 class Unwatched:

@@ -38,8 +38,6 @@ class WeightLoader:
 
     def _stored(self, parts: tuple[tuple[str, int], ...], in_features: int) -> Linear | None:
         """From what the file holds, where the backend takes all these formats."""
-        if not self._kernels.stored_kinds:
-            return None
         found = []
         for name, rows in parts:
             self._check(name, (rows, in_features))

@@ -117,11 +117,6 @@ class RowState:
         if params.presence_penalty or params.frequency_penalty:
             self.output_counts = TokenCounts(start.token_ids[start.num_prompt_tokens :])
 
-    @classmethod
-    def from_new_request(cls, start: NewRequest) -> RowState:
-        """The state of a request that starts, or resumes with what it had generated."""
-        return cls(start)
-
     def append(self, token_id: int) -> None:
         """Take note of a token that became part of the output (R84)."""
         self.num_tokens += 1

@@ -128,8 +128,8 @@ class GGUFFile:
         return StoredRows(kind, raw.reshape(info.shape[0], -1))
 
     def release(self) -> None:
-        """Let go of the file's pages that load_stored gave."""
-        self._file.release_lent()
+        """Let go of the file's pages; what is read again comes back."""
+        self._file.release_all()
 
 
 def _undo_row_interleave(

@@ -28,28 +28,27 @@ class MappedFile:
         except OSError as error:
             raise ModelLoadError(f"{path}: can't be read: {error.strerror}") from None
         self.num_bytes = len(self.map)
-        self._lent: list[tuple[int, int]] = []
+        self._num_lent = 0
 
     def bytes_at(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """A view [num_bytes], without a copy; the caller has checked the bounds."""
         return np.frombuffer(self.map, np.uint8, num_bytes, offset)
 
     def lend(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """As bytes_at, for bytes that are read once and soon: release_lent() lets go of them.
+        """As bytes_at, for bytes that are read once and soon: release_all() lets go of them.
 
         So does a later call, so that no more than LENT_BYTES and one view stay resident; a view
         that is still in use then reads the file again.
         """
-        if sum(length for _, length in self._lent) > LENT_BYTES:
-            self.release_lent()
-        self._lent.append((offset, num_bytes))
+        if self._num_lent > LENT_BYTES:
+            self.release_all()
+        self._num_lent += num_bytes
         return self.bytes_at(offset, num_bytes)
 
-    def release_lent(self) -> None:
-        """Let go of all pages that were lent."""
-        for offset, num_bytes in self._lent:
-            self.release(offset, num_bytes)
-        self._lent.clear()
+    def release_all(self) -> None:
+        """Let go of every page, those that the system brought in along with others, too."""
+        self.release(0, self.num_bytes)
+        self._num_lent = 0
 
     def release(self, offset: int, num_bytes: int) -> None:
         """Let go of pages that were read; they come back from the page cache if needed again."""

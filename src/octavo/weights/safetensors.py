@@ -77,8 +77,8 @@ class SafetensorsFile:
         return StoredRows(info.dtype, raw.reshape(info.shape[0], -1))
 
     def release(self) -> None:
-        """Let go of the file's pages that load_stored gave."""
-        self._file.release_lent()
+        """Let go of the file's pages; what is read again comes back."""
+        self._file.release_all()
 
     def check_readable(self, name: str) -> None:
         """Raise ModelLoadError, naming type and tensor, if the tensor's type is not read."""

@@ -53,7 +53,7 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
             block_size=config.cache.block_size,
         ),
         sampler=make_sampler(model.config.vocab_size, kernels.sampling),
-        new_row_state=RowState.from_new_request,
+        new_row_state=RowState,
         forward=captured,
     )
     report = describe(checkpoint, kernels, model, storage)
