@@ -115,7 +115,7 @@ def file() -> None:
         numbers = [tuple(range(i * 256, i * 256 + 256)) for i in range(NUM_BLOCKS // 16)]
         runs = [KeptRun("", -1, x, tuple(i // 16 for i in x[::16]), False) for x in numbers]
         for what, call in (
-            ("written", lambda: save_prefixes(path, runs, "mark", tiers)),
+            ("written", lambda: save_prefixes(path, runs, "mark", tiers, go_on=lambda: True)),
             ("read", lambda: load_prefixes(path, "mark", tiers)),
         ):
             start = perf_counter()

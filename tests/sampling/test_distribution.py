@@ -43,7 +43,7 @@ TRUNCATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "typical": ({"typical": {"p": 0.9}}, {"typical": {"p": 0.98}}),
     "xtc": (
         {"xtc": {"probability": 0.4, "threshold": 0.15}},
-        {"xtc": {"probability": 0.6, "threshold": 0.15}},
+        {"xtc": {"probability": 0.7, "threshold": 0.15}},
     ),
     "penalties": (
         {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2,

@@ -92,7 +92,7 @@ class RowState:
         """End-of-sequence and stop ids: barred before min_tokens."""
         self.allowed_ids: Array | None = None
         if params.allowed_token_ids is not None:
-            self.allowed_ids = token_array(params.allowed_token_ids)
+            self.allowed_ids = token_array(set(params.allowed_token_ids))
         self.bad_words: BadWords | None = None
         if params.bad_words_token_ids:
             output = start.token_ids[start.num_prompt_tokens :]

@@ -186,7 +186,7 @@ def _shared(fields: Fields) -> dict[str, Any]:
         "include_usage": options.flag("include_usage"),
         "continuous_usage": options.flag("continuous_usage_stats"),
         "priority": fields.integer("priority") or 0,
-        "user": str(fields.take("user") or ""),
+        "user": fields.string("user") or "",
         "cache_salt": _cache_salt(fields.string("cache_salt")),
         "truncate_prompt_tokens": _truncation(fields.integer("truncate_prompt_tokens")),
         "truncate_left": _truncation_side(fields.string("truncation_side")),
