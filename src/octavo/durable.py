@@ -19,6 +19,10 @@ def refusal(path: str) -> str | None:
     return None if is_open else "in a folder that can be written"
 
 
+class Postponed(Exception):
+    """A file was not replaced, since there is something better to do."""
+
+
 @contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` when the block ends, and is on disk then.

@@ -123,6 +123,8 @@ class RowFault(NamedTuple):
     message: str
     retry: bool = False
     """Only K/V that were kept for it are gone: it may start again and compute them."""
+    refused: bool = False
+    """What the request asks for contradicts itself; nothing of ours is broken."""
 
 
 class Moved(NamedTuple):
@@ -204,3 +206,5 @@ class TokenEvent(NamedTuple):
     """The stop token id that ended it; None for the model's own end-of-sequence ids."""
 
     error: str | None = None
+    refused: bool = False
+    """With an error: the request itself is at fault, as RowFault tells."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +20,8 @@ from beds.fake_llm import FakeLLM, made
 from octavo.cli.main import main
 from octavo.errors import ModelLoadError
 from octavo.outputs import StreamEvent
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def test_generate_prints_the_exact_text_and_nothing_else_on_stdout(
@@ -134,6 +137,26 @@ def test_interrupted_before_the_command_begins_is_no_traceback(
     monkeypatch.setattr("octavo.cli.main.build_parser", lambda: signal.raise_signal(signal.SIGINT))
     assert main(["models"]) == 130
     assert capsys.readouterr() == ("", "\n")
+
+
+@pytest.mark.parametrize("module", ["argparse", "octavo.cli.main", "octavo.cli.options"])
+def test_interrupted_while_modules_are_imported_is_quiet(module: str) -> None:
+    """By the entry that the installed command has, from its first import on."""
+    entry = tomllib.loads(PYPROJECT.read_text())["project"]["scripts"]["octavo"]
+    script = f"""
+import importlib.metadata, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            signal.raise_signal(signal.SIGINT)
+for name in [name for name in sys.modules if name == {module!r}]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["octavo", "models"]
+sys.exit(importlib.metadata.EntryPoint("octavo", {entry!r}, "console_scripts").load()())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (130, "", "")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), MemoryError("Unable to allocate 2.9 PiB")])

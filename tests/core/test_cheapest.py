@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from beds.core_bed import CoreBed, alone
 from octavo.core.preemption import VICTIM_POLICIES
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
@@ -59,6 +61,13 @@ def test_cheapest_yields_who_is_back_soonest() -> None:
     bed = bed_of("swap", 6)
     assert costs(bed) == [80, 30, 15 * 6, 280], "only C fits in the tier"
     assert choose(bed) == 1
+
+
+def test_equals_in_cost_yield_by_arrival() -> None:
+    """C8: who came last, however they are asked."""
+    requests = [Request(i, prompt(8, i), SamplingParams(), max_tokens=6) for i in range(4)]
+    victims = VICTIM_POLICIES["cheapest"](lambda request: request.request_id // 2)
+    assert victims.choose(requests) is victims.choose(requests[::-1]) is requests[1]
 
 
 def test_cheapest_spares_who_has_most_to_lose() -> None:

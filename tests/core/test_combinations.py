@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
@@ -23,6 +23,43 @@ from octavo.messages import StepResult
 
 TIERS = [(0, 0), (7, 0), (0, 7), (3, 4)]
 lone = cache(lambda prompt, max_tokens: alone(list(prompt), max_tokens))
+
+
+class Queue:
+    """Who started when, against what each order promises of it."""
+
+    def __init__(self, bed: CoreBed) -> None:
+        self.bed = bed
+        self.arrived_in: dict[int, int] = {}
+        """By id, in order of arrival: after so many steps."""
+        self.started: list[int] = []
+
+    def step(self) -> None:
+        assert self.bed.scheduler.journal.steps < 2000, "no end"
+        for start in self.bed.step().starts:
+            if start.request_id not in self.started:
+                self.started.append(start.request_id)
+
+    def check(self) -> None:
+        """The bounds in the docstrings of the orders."""
+        config, requests = self.bed.config, self.bed.requests
+        assert max(r.num_passed_by for r in requests.values()) <= config.skip_limit
+        if config.skip_limit:
+            return  # on top of the order: each one at the head may be passed by so many
+        place = {request_id: at for at, request_id in enumerate(self.started)}
+        if config.scheduling_policy == "longest_prefix":
+            late = [place[request_id] - at for at, request_id in enumerate(sorted(place))]
+            assert max(late) <= config.overtake_limit
+        ageing = config.priority_ageing_steps
+        for first, second in combinations(self.arrived_in, 2):
+            if not {first, second} <= place.keys() or place[first] < place[second]:
+                continue  # in order, or one was aborted while it waited
+            assert config.scheduling_policy != "fcfs", "overtaken"
+            if config.scheduling_policy == "priority":
+                better = requests[first].priority - requests[second].priority
+                assert better > 0, "overtaken by no better priority"
+                later = self.arrived_in[second] - self.arrived_in[first]
+                assert not ageing or later < better * ageing, "overtaken for too long"
 
 
 def live(rng: random.Random, **settings: object) -> CoreBed:
@@ -42,6 +79,7 @@ def live(rng: random.Random, **settings: object) -> CoreBed:
     )
     prompts: dict[int, tuple[int, ...]] = {}
     aborted: set[int] = set()
+    queue = Queue(bed)
 
     def add() -> None:
         stem = rng.randrange(3)
@@ -52,6 +90,7 @@ def live(rng: random.Random, **settings: object) -> CoreBed:
         for _ in range(rng.choice((1, 1, 2, 3))):
             added = bed.add(prompt, rng.randrange(1, 9), tenant=str(stem), leader=leader, **more)
             prompts[added] = prompt
+            queue.arrived_in[added] = bed.scheduler.journal.steps
             leader = added if leader is None else leader
 
     def disturb() -> None:
@@ -76,8 +115,10 @@ def live(rng: random.Random, **settings: object) -> CoreBed:
             add()
         if i % 3 == 2:
             disturb()
-        bed.step()
-    bed.run(max_steps=2000)
+        queue.step()
+    while bed.scheduler.has_unfinished():
+        queue.step()
+    queue.check()
     for request_id, prompt in prompts.items():
         wanted = lone(prompt, bed.requests[request_id].max_tokens)
         output = bed.outputs[request_id]

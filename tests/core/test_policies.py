@@ -308,6 +308,17 @@ def test_idleness_earns_no_credit_and_costs_no_memory() -> None:
     assert len(order._heap) <= 70
 
 
+def test_fair_share_shows_its_queue_in_the_order_in_which_it_serves() -> None:
+    """Tenants that got equally much go by arrival, whatever they are called, for whoever looks
+    past the head as for the head itself (skip_limit)."""
+    bed = CoreBed(max_num_seqs=1, scheduling_policy="fair_share")
+    for tenant in ("z", "a", "m", "a", "z"):
+        bed.add([1, 2, 3], 3, tenant=tenant)
+    order = bed.scheduler.waiting
+    assert [request.request_id for request in order] == [0, 4, 1, 3, 2]
+    assert next(iter(order)) is order.peek()
+
+
 def test_fair_share_goes_by_arrival_inside_a_tenant() -> None:
     bed = CoreBed(max_num_seqs=1, scheduling_policy="fair_share")
     for i in range(12):

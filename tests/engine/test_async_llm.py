@@ -223,8 +223,8 @@ def test_an_idle_engine_keeps_its_prefixes(monkeypatch: pytest.MonkeyPatch) -> N
     bed = EngineBed()
     saved: list[tuple[str, int]] = []
     bed.model.load_prefixes = lambda path: []  # type: ignore[attr-defined]
-    bed.model.save_prefixes = lambda path, runs: saved.append((path, len(runs)))  # type: ignore[attr-defined]
-    bed.core.begin_with_prefixes("kept", 0.0)
+    bed.model.save_prefixes = lambda path, runs, go_on: saved.append((path, len(runs)))  # type: ignore[attr-defined]
+    bed.core.prefixes.begin("kept", 0.0)
 
     async def body(engine: AsyncLLM) -> None:
         for number in (1, 2):

@@ -181,6 +181,16 @@ def test_an_answer_reports_its_seed_and_the_seed_repeats_it(llm: LLM) -> None:
     assert llm.generate("abc", again)[0].outputs[0].token_ids == first.outputs[0].token_ids
 
 
+@pytest.mark.parametrize(
+    "template", [{"chat_template": 5}, {"chat_template": b""}, {"template_kwargs": 5}]
+)
+def test_a_template_of_another_type_is_refused(llm: LLM, template: dict[str, Any]) -> None:
+    (name,) = template
+    with pytest.raises(RequestError, match=f"{name} must be") as raised:
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, **template)
+    assert raised.value.param == name
+
+
 def test_logprobs_and_n(llm: LLM) -> None:
     params = SamplingParams(n=2, temperature=1, seed=3, max_tokens=5, logprobs=2, ignore_eos=True)
     (answer,) = llm.generate("abc", params)
@@ -206,6 +216,13 @@ def test_unknown_and_impossible_settings_are_refused(model: str) -> None:
     ):
         with pytest.raises(ConfigError, match=f"{name} is .*a whole number"):
             LLM(model=model, **{name: value})
+    for settings, text in (
+        ({"max_model_len": 1}, "max_model_len is 1, but must be at least 2"),
+        ({"file_tier_dir": "/tmp"}, "file_tier_dir is '/tmp'.*used with file_tier_memory"),
+        ({"file_tier_dir": "", "file_tier_memory": 1 << 20}, "file_tier_dir is ''"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            LLM(model=model, **settings)
     with pytest.raises(ConfigError, match=r"enable_prefix_caching is 'no'.*true or false"):
         LLM(model=model, enable_prefix_caching="no")
     with pytest.raises(ConfigError, match="max_model_len"):

@@ -145,6 +145,26 @@ def test_a_file_that_fails_loses_blocks_and_nothing_else(
     tiers.move([Transfer("store", 4, 1)])
     assert tiers.move([Transfer("load", 1, 2), Transfer("load", 0, 1)])[0] == set()
     assert (first(tiers, 2), first(tiers, 1)) == (5, 3)
+    monkeypatch.setattr("octavo.worker.tiers.os.pwrite", full)
+    tiers.move([Transfer("store", block_id, 2) for block_id in range(3)])
+    assert caplog.text.count("no space left") == 2, "it had worked in between"
+
+
+def test_what_is_made_of_lost_blocks_is_lost(tmp_path: Path) -> None:
+    """A copy of a block that could not be loaded, and what is stored of it, in the same plan."""
+    tiers = make(4, 0, tmp_path)
+    tiers.move([Transfer("store", 0, 3)])
+    lost, _ = tiers.move(
+        [
+            Transfer("load", 0, 4),
+            Transfer("copy", 4, 5),
+            Transfer("store", 5, 1),
+            Transfer("load", 3, 2),
+            Transfer("load", 1, 3),
+        ]
+    )
+    assert lost == {3, 4, 5}
+    assert first(tiers, 2) == 1
 
 
 LIMITED = """
@@ -201,6 +221,9 @@ def test_an_interrupt_leaves_no_slot_that_was_not_written(
         tiers.move([Transfer("store", slot, slot) for slot in range(3)])
     loads = [Transfer("load", slot, 3 + slot) for slot in range(3)]
     assert tiers.move(loads)[0] == {4, 5}
+    with pytest.raises(KeyboardInterrupt):
+        tiers.move([Transfer("store", 1, 1), Transfer("drop", 0, 0), Transfer("store", 2, 0)])
+    assert tiers.move(loads)[0] == {3, 4, 5}, "what was there before is not what was to be there"
 
 
 def test_a_tier_holds_at_least_a_block(tmp_path: Path) -> None:

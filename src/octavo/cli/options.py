@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
-from ..config import PARTS, EngineConfig, field_docs, make_config
+from ..config import PARTS, TOP, EngineConfig, field_docs, make_config
 
 DEFAULT_MODEL = "smollm2-135m"
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -106,7 +106,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(titles[part])
         _add_fields(group, PARTS[part])
         if part == "backend":
-            _add_fields(group, EngineConfig, only=("seed", "record", "record_hashes"))
+            _add_fields(group, EngineConfig, only=TOP[1:])
 
 
 def _add_fields(group: Any, cls: type, only: tuple[str, ...] | None = None) -> None:

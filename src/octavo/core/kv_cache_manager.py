@@ -65,9 +65,9 @@ class KVCacheManager:
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """What has to move before the next step computes; asked for once a step."""
-        transfers = tuple(self._transfers)
-        self._transfers.clear()
-        self._rates.follow(transfers)
+        transfers, self._transfers = tuple(self._transfers), []
+        if transfers:
+            self._rates.follow(transfers)
         return transfers
 
     def find_prefix(self, request: Request) -> Match | None:
@@ -117,6 +117,8 @@ class KVCacheManager:
         num_shared = min(num_shared, request.num_reusable_tokens)
         if num_shared <= (0 if match is None else match.num_tokens):
             return match
+        one, other = ((r.cache_scope, r.token_ids[:num_shared]) for r in (request, leader))
+        assert one == other, f"{request} has another prompt than {leader}, its leader"
         num_full, num_rest = divmod(num_shared, self.block_size)
         tail = Tail(leader.block_ids[num_full], num_rest) if num_rest else None
         if not self._enable_prefix_caching:
@@ -227,8 +229,8 @@ class KVCacheManager:
         """Keep cached blocks that are evicted in a tier, if there is room."""
         slots = self._take_slots(len(block_ids))
         if slots is not None:
-            for block_id, slot in zip(block_ids, slots, strict=True):
-                self._transfers.append(Transfer("store", block_id, slot))
+            for i in reversed(range(len(slots))):  # what is stored last stays in RAM for longest
+                self._transfers.append(Transfer("store", block_ids[i], slots[i]))
             self.event_log.record(Reason.SAVED, None, len(slots))
         return slots
 

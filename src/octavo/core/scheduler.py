@@ -261,7 +261,7 @@ class Scheduler:
                 continue
             request_id = request.request_id
             if faults and entry.row in faults:
-                _, message, retry = faults[entry.row]
+                _, message, retry, refused = faults[entry.row]
                 if retry:
                     self.event_log.record(Reason.LOST, request.request_id)
                     self.kv.free(request, publish=False)
@@ -269,7 +269,7 @@ class Scheduler:
                     self._preempt(request, request)
                     continue
                 self._end(request, "error", message)
-                events.append(TokenEvent(request_id, (), (), "error", None, message))
+                events.append(TokenEvent(request_id, (), (), "error", None, message, refused))
                 continue
             request.num_computed_tokens = entry.num_computed_tokens + entry.num_new_tokens
             if scored and entry.row in scored:
@@ -294,8 +294,7 @@ class Scheduler:
         """Append tokens that nobody has to sample to a running request, between two steps; later
         steps compute them like any that are known. Those behind an end are left out."""
         request = self.requests[request_id]
-        num_before = len(request.token_ids)
-        finish_reason, stop_reason = None, None
+        num_before, stop_reason = len(request.token_ids), None
         for token_id in token_ids:
             request.token_ids.append(token_id)
             finish_reason, stop_reason = find_stop(request, token_id, self.limits.max_model_len)
@@ -303,7 +302,7 @@ class Scheduler:
                 self._end(request, finish_reason)
                 break
         added = tuple(request.token_ids[num_before:])
-        return TokenEvent(request_id, added, (), finish_reason, stop_reason)
+        return TokenEvent(request_id, added, (), request.finish_reason, stop_reason)
 
     def finish(self, request_id: int, reason: str) -> bool:
         """End a request from outside (abort, a stop string): False if it is not live any more.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ..checkpoint import Checkpoint, GenerationDefaults
-from ..config import EngineConfig
+from ..config import EngineConfig, must_fit
 from ..core.scheduler import Scheduler
 from ..errors import ModelLoadError
 from ..trace.record import RecordingScheduler, open_recording
@@ -46,14 +46,16 @@ def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     if config.record is not None:
         write, hashed = open_recording(config.record), config.record_hashes
         make = partial(RecordingScheduler, write=write, hashed=hashed)  # type: ignore[assignment]
-    return make(
-        config.scheduler,
-        config.cache,
-        num_blocks=executor.num_kv_blocks,
-        max_model_len=executor.max_model_len,
-        num_slots=executor.num_tier_slots,
-        costs=executor.costs,
-    )
+    num_blocks = executor.num_kv_blocks
+    with must_fit("num_kv_blocks", num_blocks, "a list of so many (set kv_cache_memory)"):
+        return make(
+            config.scheduler,
+            config.cache,
+            num_blocks=num_blocks,
+            max_model_len=executor.max_model_len,
+            num_slots=executor.num_tier_slots,
+            costs=executor.costs,
+        )
 
 
 def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool = True) -> Engine:
@@ -77,7 +79,9 @@ def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool =
 
         metrics = Metrics(checkpoint.name)
         metrics.registry.register(TierCollector(scheduler.event_log, executor, metrics.labels))
-    eos_token_ids = checkpoint.generation.eos_token_ids
+    sampling = config.sampling_defaults(checkpoint.generation.sampling)
+    generation = replace(checkpoint.generation, sampling=sampling)
+    eos_token_ids = generation.eos_token_ids
     grammars = Grammars(
         tokenizer,
         vocab_size=executor.vocab_size,
@@ -86,13 +90,11 @@ def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool =
     )
     core = EngineCore(scheduler, executor, tokenizer, metrics, grammars=grammars)
     if config.cache.prefix_cache_file is not None:
-        core.begin_with_prefixes(
-            config.cache.prefix_cache_file, config.cache.prefix_cache_save_seconds
-        )
+        core.prefixes.begin(config.cache.prefix_cache_file, config.cache.prefix_cache_save_seconds)
     inputs = InputProcessor(
         tokenizer,
         scheduler.limits,
-        checkpoint.generation,
+        generation,
         vocab_size=executor.vocab_size,
         seed=config.seed,
         check=executor.check,
@@ -104,7 +106,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, scraped: bool =
         core=core,
         inputs=inputs,
         tokenizer=tokenizer,
-        generation=checkpoint.generation,
+        generation=generation,
         metrics=metrics,
         model_name=checkpoint.name,
         max_model_len=executor.max_model_len,

@@ -8,8 +8,8 @@ of the form it was promised in (C71).
 
 from __future__ import annotations
 
-import json
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -18,19 +18,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
+from ..grammar_source import source_of
 from ..grammar_spec import GrammarSpec
 from ..messages import SchedulerOutput, TokenEvent
 from ..request import Request
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
+    from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger("octavo")
-
-Extend = Callable[[int, Sequence[int]], TokenEvent]
-"""As Scheduler.extend."""
 
 COMPLETE = "complete"
 """finish_reason of a TokenEvent whose last token completes the grammar, and is text: "stop"."""
@@ -42,7 +39,6 @@ COMPILE_SECONDS = 10.0
 """Until a request whose grammar still waits or compiles is refused; a compilation itself is
 bounded by the library's limits, below a second."""
 
-
 MAX_RUN = 64
 """Tokens that one step may append without sampling them."""
 
@@ -51,7 +47,7 @@ MAX_FORCED = 4096
 Also the bound on its looks for one run, all together."""
 
 
-class GrammarFault(Exception):
+class GrammarFault(RequestError):
     """The matcher refused a token or found no mask; the text is for the user."""
 
 
@@ -142,19 +138,19 @@ class Grammars:
             if (compiled := self._compiled.get(spec)) is not None:
                 self._compiled.move_to_end(spec)
                 return compiled
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         with self._vocabulary_lock:
             vocabulary = self._vocabulary
-        compiled = LLMatcher(vocabulary, _source_of(spec), log_level=0, limits=_limits())
+        # The library's own bounds on work and memory; a step of a mask ends within milliseconds.
+        limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+        compiled = LLMatcher(vocabulary, source_of(spec), log_level=0, limits=limits)
         if compiled.is_error():
-            reason = compiled.get_error().partition("<non-verbose")[0].strip()
+            # Of the lines around the place only some are the user's own.
+            reason = re.split(r"<non-verbose|\n +\d+ \|", compiled.get_error())[0].strip()
             text = reason.replace("Unimplemented keys:", "unsupported keywords in the JSON schema:")
             raise RequestError(f"the grammar can't be used: {text}", param="grammar")
-        try:
-            Matcher(compiled)  # the first mask is the slowest, and this may be any thread
-        except GrammarFault as fault:
-            raise RequestError(str(fault), param="grammar") from fault
+        Matcher(compiled)  # the first mask is the slowest, and this may be any thread
         with self._lock:
             self._compiled[spec] = compiled
             while len(self._compiled) > MAX_COMPILED:
@@ -186,10 +182,12 @@ class Grammars:
             forced=tuple((row, token_ids) for row, token_ids in forced if token_ids),
         )
 
-    def advance(self, event: TokenEvent, extend: Extend) -> TokenEvent:
-        """Take the tokens of an event, and append with `extend` those that can be no others. The
-        event comes back with them, and with an end where the grammar puts one: finish_reason
-        "complete", or "error" without the tokens that the grammar refused."""
+    def advance(
+        self, event: TokenEvent, extend: Callable[[int, Sequence[int]], TokenEvent]
+    ) -> TokenEvent:
+        """Take the tokens of an event, and append with `extend` (the scheduler's) those that can be
+        no others. The event comes back with them, and with an end where the grammar puts one:
+        finish_reason "complete", or "error" without the tokens that the grammar refused."""
         matcher = self.live.get(event.request_id)
         if matcher is None:
             return event
@@ -251,50 +249,3 @@ class _Vocabulary:
 
     def __call__(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode(), add_special_tokens=False, parse_special=False)
-
-
-def _limits() -> LLParserLimits:
-    """The library's own bounds on work and memory; a step of a mask ends within milliseconds."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-
-
-_THINKING = r"""
-start: {start} @form
-rest[lazy]: /(.|\n)*/ "</think>"
-blank: /[ \n]*/
-"""
-_STARTS = {"open": "rest blank", "may": '(/[ \\n]*/ "<think>" rest blank)?'}
-
-
-def _source_of(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's own words. Raises RequestError."""
-    try:
-        form = _form_of(spec)
-        if not spec.thinking:
-            return form
-        is_json = form.startswith("{")
-        grammars = json.loads(form)["grammars"] if is_json else [{"lark_grammar": form}]
-        first = {"lark_grammar": _THINKING.format(start=_STARTS[spec.thinking])}
-        return json.dumps({"grammars": [first, {**grammars[0], "name": "form"}, *grammars[1:]]})
-    except Exception as error:
-        raise RequestError(f"the grammar can't be read: {error}", param="grammar") from error
-
-
-def _form_of(spec: GrammarSpec) -> str:
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if spec.kind == "json":
-        # Never lenient: a keyword that is not built is refused, not ignored.
-        options: JsonCompileOptions = {
-            "lenient": False,
-            "whitespace_flexible": bool(spec.whitespace),
-            "whitespace_pattern": spec.whitespace or None,
-        }
-        return LLMatcher.grammar_from_json_schema(spec.source, overrides=options)
-    if spec.kind == "regex":
-        return LLMatcher.grammar_from_regex(spec.source)
-    is_lark = spec.kind == "lark"
-    return LLMatcher.grammar_from_lark(spec.source if is_lark else any_to_lark(spec.source))

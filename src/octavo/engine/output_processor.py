@@ -128,6 +128,7 @@ class OutputProcessor:
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             error=error,
+            refused=event.refused,
             num_generated_tokens=answer.text.num_tokens,
             num_cached_tokens=answer.request.num_cached_tokens,
             prompt_logprobs=scores,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..messages import KeptRun, ModelCosts, SchedulerOutput, StepResult, TierUse
@@ -36,8 +36,9 @@ class Executor(Protocol):
         """How full the tiers are; from any thread. None: closed."""
         ...
 
-    def save_prefixes(self, path: str, runs: Sequence[KeptRun]) -> None:
-        """Write cached runs to a file that replaces what was there, at once or not at all."""
+    def save_prefixes(self, path: str, runs: Sequence[KeptRun], go_on: Callable[[], bool]) -> None:
+        """Write cached runs to a file that replaces what was there, at once or not at all. Raises
+        OSError, and Postponed once `go_on` says no."""
         ...
 
     def load_prefixes(self, path: str) -> list[KeptRun]:

@@ -49,10 +49,10 @@ class LocalExecutor:
         """How full the tiers are; from any thread. None: closed."""
         return None if self._runner is None else self._runner.tiers.use()
 
-    def save_prefixes(self, path: str, runs: Sequence[KeptRun]) -> None:
+    def save_prefixes(self, path: str, runs: Sequence[KeptRun], go_on: Callable[[], bool]) -> None:
         """Write cached runs to a file, whole or not at all."""
         assert self._runner is not None, "closed"
-        save_prefixes(path, runs, self._fingerprint(), self._runner.tiers)
+        save_prefixes(path, runs, self._fingerprint(), self._runner.tiers, go_on=go_on)
 
     def load_prefixes(self, path: str) -> list[KeptRun]:
         """Runs of a file, their blocks in the tiers; none, and a line in the log, if it is not

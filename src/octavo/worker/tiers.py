@@ -93,11 +93,12 @@ class Tiers:
         try:
             for kind, source, target in transfers:
                 start = perf_counter()
-                tier = self._move(kind, source, target)
-                if tier is None:
-                    lost.add(target)
-                else:
+                is_lost = source in lost and kind in ("copy", "store")  # of what was lost
+                tier = None if is_lost else self._move(kind, source, target)
+                if tier is not None:
                     self._note(kind, tier, start)
+                elif kind != "store":
+                    lost.add(target)
                 num_done += 1
         except BaseException:  # Ctrl-C: what was not stored must not be read
             for kind, _, target in transfers[num_done:]:
