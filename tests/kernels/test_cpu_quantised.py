@@ -321,6 +321,9 @@ def test_quantised_doors() -> None:
     for refused in ({"quantization": "int4"}, {"quantization": "int8", "dtype": "float32"}):
         with pytest.raises(ConfigError, match="int8"):
             make_kernels(**refused)
-    assert make_kernels().stored_kinds == frozenset()
-    assert make_kernels(quantization="int8").stored_kinds == frozenset()
+    decoded = {*KINDS, "F32", "F16", "BF16"}
+    assert make_kernels().stored_kinds == decoded
+    assert make_kernels(quantization="int8").stored_kinds == decoded
     assert make_kernels(quantization="stored").stored_kinds == frozenset(KINDS)
+    with pytest.raises(ValueError, match="plain numbers"):
+        ops.pack_stored([StoredRows("F16", random_rows("Q4_1", 4, 64, 0).rows[:, :32])], 16)
