@@ -4,8 +4,9 @@
     PYTHONPATH=src python benchmarks/sampling.py --model smollm2-135m
 
 The two take turns, so that a busy machine slows both. Logits are normal with the given spread, so
-`wide` is a worse case than a real model's text. With --model: the share that the sampler has of a
-decode step of that model, every row asking for the same, numpy and native in turns.
+`wide` is a worse case than a real model's text. With --model: the share that the sampler has of the
+processor time of a decode step of that model on one thread, while it goes on with pieces of
+benchmarks/perplexity.txt and every row asks for the same; numpy and native in turns.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,14 +87,14 @@ class Timed:
         self.seconds = 0.0
 
     def sample(self, logits: Any, rows: Any) -> Any:
-        start = time.perf_counter()
+        start = time.thread_time()
         result = self.sampler.sample(logits, rows)
-        self.seconds = time.perf_counter() - start
+        self.seconds = time.thread_time() - start
         return result
 
 
 def decode_shares(llm: LLM, settings: dict[str, Any], num_rows: int) -> list[tuple[float, float]]:
-    """(share of the sampler, milliseconds of a step), medians over decode steps: numpy, native."""
+    """(share of the sampler, milliseconds of a step), medians of decode steps: numpy, native."""
     runner = llm._engine.core.executor._runner  # type: ignore[attr-defined]
     native, run = runner.sampler, runner.run
     timed = [Timed(make_sampler(native.vocab_size, None)), Timed(native)]
@@ -101,15 +103,16 @@ def decode_shares(llm: LLM, settings: dict[str, Any], num_rows: int) -> list[tup
     def step(plan: Any) -> Any:
         number = plan.step % 2
         runner.sampler = timed[number]
-        start = time.perf_counter()
+        start = time.thread_time()
         result = run(plan)
-        taken = time.perf_counter() - start
+        taken = time.thread_time() - start
         if plan.num_scheduled_tokens == num_rows:  # only decodes
             found[number].append((timed[number].seconds / taken, taken * 1e3))
         return result
 
     runner.run = step
-    prompts = [[200 + i + j for j in range(32)] for i in range(num_rows)]
+    text = llm.tokenizer.encode((Path(__file__).parent / "perplexity.txt").read_text())
+    prompts = [text[48 * i : 48 * i + 32] for i in range(num_rows)]
     params = SamplingParams(max_tokens=STEPS, ignore_eos=True, seed=1, **settings)
     llm.generate(prompts, params, use_tqdm=False)
     runner.run, runner.sampler = run, native
@@ -118,7 +121,7 @@ def decode_shares(llm: LLM, settings: dict[str, Any], num_rows: int) -> list[tup
 
 
 def print_shares(model: str, num_rows: int) -> None:
-    llm = LLM(model, max_num_seqs=num_rows, max_model_len=512, backend="cpu")
+    llm = LLM(model, max_num_seqs=num_rows, max_model_len=512, backend="cpu", threads=1)
     for name, settings in SHARES:
         (numpy, numpy_ms), (native, native_ms) = decode_shares(llm, settings, num_rows)
         print(

@@ -21,7 +21,7 @@ from time import thread_time
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.radix_cache import RadixCache
 from octavo.core.scheduler import Scheduler
-from octavo.messages import Moved, SampledToken, SchedulerOutput, StepResult, Timing
+from octavo.messages import SampledToken, SchedulerOutput, StepResult, Timing
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 
@@ -29,7 +29,7 @@ PROMPT_TOKENS = 100
 LONG_PROMPT_TOKENS = 32_768
 NUM_NODES = 100_000
 EOS_TOKEN_IDS = (2, 0)
-TIMING = Timing(256, 10_000, (Moved("store", 0, 1, 50), Moved("load", 0, 1, 50)))
+TIMING = Timing(256, 10_000)
 SIZES = tuple((running, waiting) for running in (1, 16, 256, 1024, 2048) for waiting in (0, 10_000))
 POLICIES = ("fcfs", "priority", "longest_prefix", "fair_share")
 
@@ -99,8 +99,10 @@ def collector_share(seconds: list[float]) -> Iterator[None]:
 
 
 def decode(num_steps: int) -> None:
-    print("Steady decode, us of CPU time (gc: mean of the collector's share, included in no median")
-    print("of short steps): aim at most 2.5 per running request and step from 16 running up")
+    print(
+        "Steady decode, medians in us of CPU time (gc/step: mean of the collector's share): aim at"
+    )
+    print("most 2.5 per running request and step")
     print(f"{'policy':>15} {'running':>8} {'waiting':>8} {'schedule':>9} {'update':>9} "
           f"{'us/step':>9} {'gc/step':>9} {'us/request':>11}")  # fmt: skip
     for policy in POLICIES:

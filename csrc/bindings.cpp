@@ -165,10 +165,33 @@ public:
         return new Linear(w, std::move(part));
     }
 
+    // Parts [rows, bytes of a row] uint8 stacked along N, each in its own stored format, packed as
+    // pack_linear packs their values.
+    Linear* pack_widened(const std::vector<ByteRows>& parts, const std::vector<std::string>& kinds,
+                         i64 in_features) {
+        require(!parts.empty() && parts.size() == kinds.size(), "parts and kinds must be as many");
+        PackedWeight w{nullptr, 0, in_features, round_up(in_features, kAlignK), dtype_};
+        std::vector<StoredRows> rows;
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            rows.push_back({parts[i].data(), static_cast<i64>(parts[i].shape(0)),
+                            static_cast<i64>(parts[i].shape(1)), stored_kind(kinds[i])});
+            w.n += rows.back().rows;
+            require(rows.back().rows > 0 && in_features > 0 &&
+                        rows.back().stride == row_bytes(rows.back().kind, in_features),
+                    "a stored part has rows of another size than in_features says");
+        }
+        const i64 bytes = w.num_panels() * w.panel_elements() * item_size(dtype_);
+        RegionPool::Part part = regions_.take(static_cast<std::size_t>(bytes));
+        w.data = part.data;
+        nb::gil_scoped_release released;
+        widen_panels(rows, w, *level_);
+        return new Linear(w, std::move(part));
+    }
+
     // Parts [rows, bytes of a row] uint8 stacked along N, each in its own stored format; kinds as
-    // in `stored_kinds`.
+    // in `stored_kinds`. int8: their values are quantised to our own int8.
     Linear* pack_stored(const std::vector<ByteRows>& parts, const std::vector<std::string>& kinds,
-                        i64 in_features) {
+                        i64 in_features, bool int8) {
         require(dtype_ == DType::bf16, "stored weights are computed from with bfloat16 only");
         require(!parts.empty() && parts.size() == kinds.size(), "parts and kinds must be as many");
         std::vector<StoredRows> rows;
@@ -177,32 +200,36 @@ public:
         for (std::size_t i = 0; i < parts.size(); ++i) {
             const StoredRows part{parts[i].data(), static_cast<i64>(parts[i].shape(0)),
                                   static_cast<i64>(parts[i].shape(1)), stored_kind(kinds[i])};
+            require(!int8 || in_features <= kMaxK8, "in_features is too large for sums of int8");
             require(part.rows > 0 && in_features > 0 &&
                         part.stride == row_bytes(part.kind, in_features),
                     "a stored part has rows of another size than in_features says");
-            const CellFormat format = cell_format(part.kind);
+            require(int8 || (part.kind != Stored::f16 && part.kind != Stored::bf16),
+                    "plain numbers are not kept as they are stored");
+            const CellFormat format = cell_format(int8 ? Stored::f32 : part.kind);
             require(n % kPanel == 0 || formats.back() == format,
                     "parts of different formats must meet at a multiple of 32 rows");
             n += part.rows;
             formats.resize(static_cast<std::size_t>(ceil_div(n, kPanel)), format);
             rows.push_back(part);
         }
-        PackedWeight w{nullptr, n, in_features, round_up(in_features, kAlignK), dtype_};
+        const i64 align = formats[0].scales_columns() ? kAlignK8 : kAlignK;
+        PackedWeight w{nullptr, n, in_features, round_up(in_features, align), dtype_};
         i64 bytes = 0;
         std::vector<CellPanel> cells;
         for (const CellFormat& format : formats) {
             cells.push_back(CellPanel{nullptr, format});
-            bytes += w.k_padded / 32 * format.bytes();
+            bytes += format.panel_bytes(w.k_padded);
         }
         RegionPool::Part memory = regions_.take(static_cast<std::size_t>(bytes));
         auto* data = reinterpret_cast<std::uint8_t*>(memory.data);
         for (CellPanel& panel : cells) {
-            panel.data = data;
-            data += w.k_padded / 32 * panel.format.bytes();
+            panel.data = data + panel.format.column_bytes();
+            data += panel.format.panel_bytes(w.k_padded);
         }
         w.cells = cells.data();
         nb::gil_scoped_release released;
-        fill_panels(rows, w);
+        int8 ? widen_panels(rows, w, *level_) : fill_panels(rows, w);
         return new Linear(w, std::move(cells), std::move(memory));
     }
 
@@ -505,6 +532,7 @@ NB_MODULE(_native, m) {
         .def(nb::init<const std::string&, bool>(), "level"_a, "float32"_a)
         .def("pack_linear", &Ops::pack_linear, nb::rv_policy::take_ownership)
         .def("pack_stored", &Ops::pack_stored, nb::rv_policy::take_ownership)
+        .def("pack_widened", &Ops::pack_widened, nb::rv_policy::take_ownership)
         .def("allocate_kv_cache", &Ops::allocate, nb::rv_policy::take_ownership)
         .def("kv_bytes_per_token", &Ops::bytes_per_token)
         .def("embedding", &Ops::embedding)

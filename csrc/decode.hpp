@@ -13,15 +13,17 @@ inline float cell_scale(const std::uint8_t* at, bool wide, i64 i) {
     return half_to_float(reinterpret_cast<const std::uint16_t*>(at)[i]);
 }
 
-// `count` values of one column of a cell, dequantised.
-inline void decode_column(const std::uint8_t* cell, CellFormat f, i64 column, i64 count,
-                          float* out) {
+// Values [k0, k0 + count) of one column, dequantised; k0 is a multiple of 32.
+inline void decode_column(const CellPanel& panel, i64 column, i64 k0, i64 count, float* out) {
+    const CellFormat f = panel.format;
+    const std::uint8_t* cell = panel.data + k0 / kCellK * f.bytes();
     const std::uint8_t* minimums = cell + f.num_scales * f.vector_bytes();
     for (i64 k = 0; k < count; ++k) {
         const i64 which = k * f.num_scales / kCellK;
         const std::uint8_t* scales = cell + which * f.vector_bytes();
         float value = static_cast<float>(cell_quant(cell, f, k, column));
-        value *= cell_scale(scales, f.wide, column);
+        value *=
+            f.scales_columns() ? panel.column_scales()[column] : cell_scale(scales, f.wide, column);
         if (f.has_minimum) value += cell_scale(minimums, f.wide, column);
         out[k] = value;
     }

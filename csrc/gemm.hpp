@@ -6,6 +6,7 @@
 #include "micro.hpp"
 #if defined(__AMX_BF16__)
 #include "amx.hpp"
+#include "amx8.hpp"
 #endif
 
 namespace octavo::OCTAVO_LEVEL {
@@ -47,10 +48,8 @@ inline void embedding(const std::int32_t* ids, PackedWeight w, Matrix out) {
         const i64 panel = ids[t] / kPanel, column = ids[t] % kPanel;
         float* row = out.row<float>(t);
         if (w.cells != nullptr) {
-            const CellPanel& from = w.cells[panel];
             for (i64 k = 0; k < w.k; k += kCellK) {
-                decode_column(from.data + k / kCellK * from.format.bytes(), from.format, column,
-                              min64(kCellK, w.k - k), row + k);
+                decode_column(w.cells[panel], column, k, min64(kCellK, w.k - k), row + k);
             }
         } else if (w.dtype == DType::f32) {
             const float* in = static_cast<const float*>(w.data) + panel * w.panel_elements();
@@ -204,6 +203,24 @@ inline void linear_amx(const Matrix& x, const PackedWeight& w, const Matrix& out
 }
 #endif
 
+#if defined(__AMX_INT8__)
+// int8 of our own: activations in two parts, sums over all of K. Each panel meets the rows of a
+// block, which stay in the second cache, while it is near.
+inline void linear_parts(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+    const ActivationParts a = split_rows(x, w.k_padded);
+    const i64 max_rows =
+        max64(kPartRows, (i64{3} << 18) / (2 * w.k_padded) / kPartRows * kPartRows);
+    Cut c = cut(x.rows, w, max_rows, 1);
+    c.block_rows = round_up(c.block_rows, kPartRows);
+    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
+        const i64 row = task / c.num_chunks * c.block_rows;
+        const i64 first = task % c.num_chunks * c.chunk_panels;
+        const i64 last = min64(first + c.chunk_panels, w.num_panels());
+        parts_product(a, row, min64(row + c.block_rows, x.rows), w, first, last, out);
+    });
+}
+#endif
+
 // Panels that multiply as int8.
 inline void linear_int8(const Matrix& x, const PackedWeight& w, const Matrix& out) {
     const Activations8 a = quantise_rows(x, w.k_padded);
@@ -241,6 +258,12 @@ inline void linear_decoded(const Matrix& x, const PackedWeight& w, const Matrix&
 }
 
 inline void linear_cells(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+#if defined(__AMX_INT8__)
+    if (w.cells[0].format.scales_columns()) {
+        linear_parts(x, w, out);
+        return;
+    }
+#endif
     i64 num_int8 = 0;
     for (i64 panel = 0; panel < w.num_panels(); ++panel) {
         num_int8 += w.cells[panel].format.multiplies_as_int8();

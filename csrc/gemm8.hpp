@@ -1,6 +1,7 @@
 // Products of int8: activations quantised per 32 values inside a row, weights in cells.
 // One output is one chain of float32 over the groups of 32 k, in order:
 //   sum = fma(float(dot) * scale, x_scale, sum), and then fma(minimum, x_scale * x_sum, sum)
+// Where a column has one scale in all: sum = fma(float(dot), x_scale, sum), and that * scale.
 #pragma once
 
 #include "dot8.hpp"
@@ -97,7 +98,7 @@ inline std::int32_t quad_at(const std::int8_t* at) {
 }
 
 // R rows of one cell, CV vectors of columns: acc += the dots of 32 k, scaled.
-template <int R, int CV, int Bits, bool HasMinimum>
+template <int R, int CV, int Bits, int NumScales, bool HasMinimum>
 inline __attribute__((always_inline)) void cell_step(const Tile8& t, const std::uint8_t* cell,
                                                      CellFormat f, i64 group, i64 column,
                                                      VF (&acc)[R][CV]) {
@@ -135,12 +136,13 @@ inline __attribute__((always_inline)) void cell_step(const Tile8& t, const std::
 #pragma GCC unroll 2
     for (int c = 0; c < CV; ++c) {
         const i64 first = column + c * VF::W;
-        const VF scale = load_scales(cell, f.wide, first);
+        const VF scale = NumScales > 0 ? load_scales(cell, f.wide, first) : zero();
         const VF minimum =
             HasMinimum ? load_scales(cell + f.vector_bytes(), f.wide, first) : zero();
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const VF scaled = mul(to_floats(dots[r][c]), scale);
+            const VF dot = to_floats(dots[r][c]);
+            const VF scaled = NumScales > 0 ? mul(dot, scale) : dot;
             acc[r][c] = fma(scaled, set1(t.x.scales[at + r]), acc[r][c]);
             if constexpr (HasMinimum) {
                 acc[r][c] = fma(minimum, set1(t.x.scaled_sums[at + r]), acc[r][c]);
@@ -149,7 +151,7 @@ inline __attribute__((always_inline)) void cell_step(const Tile8& t, const std::
     }
 }
 
-template <int R, int Bits, bool HasMinimum>
+template <int R, int Bits, int NumScales, bool HasMinimum>
 void panel_rows8(const Tile8& t, const CellPanel& panel, i64 first_column) {
     constexpr int CV = 2;
     for (i64 column = 0; column < kPanel; column += CV * VF::W) {
@@ -159,30 +161,36 @@ void panel_rows8(const Tile8& t, const CellPanel& panel, i64 first_column) {
         }
         const std::uint8_t* cell = panel.data;
         for (i64 group = 0; group < t.x.num_groups; ++group) {
-            cell_step<R, CV, Bits, HasMinimum>(t, cell, panel.format, group, column, acc);
+            cell_step<R, CV, Bits, NumScales, HasMinimum>(t, cell, panel.format, group, column,
+                                                          acc);
             cell += panel.format.bytes();
         }
         for (int r = 0; r < R; ++r) {
             for (int c = 0; c < CV; ++c) {
-                store_columns8(t.out, t.row + r, first_column + column + c * VF::W, acc[r][c]);
+                const i64 at = column + c * VF::W;
+                const VF sum =
+                    NumScales > 0 ? acc[r][c] : mul(acc[r][c], load(panel.column_scales() + at));
+                store_columns8(t.out, t.row + r, first_column + at, sum);
             }
         }
     }
 }
 
-// Calls panel_rows8 with rows, bits and minimum as constants.
+// Calls panel_rows8 with rows and format as constants.
 template <int R>
 void some_rows8(const Tile8& t, i64 rows, const CellPanel& panel, i64 first_column) {
     if constexpr (R > 1) {
         if (rows < R) return some_rows8<R - 1>(t, rows, panel, first_column);
     }
     const CellFormat& f = panel.format;
-    if (f.bits == 8) {
-        f.has_minimum ? panel_rows8<R, 8, true>(t, panel, first_column)
-                      : panel_rows8<R, 8, false>(t, panel, first_column);
+    if (f.scales_columns()) {
+        panel_rows8<R, 8, 0, false>(t, panel, first_column);
+    } else if (f.bits == 8) {
+        f.has_minimum ? panel_rows8<R, 8, 1, true>(t, panel, first_column)
+                      : panel_rows8<R, 8, 1, false>(t, panel, first_column);
     } else {
-        f.has_minimum ? panel_rows8<R, 4, true>(t, panel, first_column)
-                      : panel_rows8<R, 4, false>(t, panel, first_column);
+        f.has_minimum ? panel_rows8<R, 4, 1, true>(t, panel, first_column)
+                      : panel_rows8<R, 4, 1, false>(t, panel, first_column);
     }
 }
 

@@ -20,8 +20,9 @@ namespace {
 
 static_assert(std::is_trivially_copyable_v<CellFormat>);
 
+// Neighbouring panels of one format, and where their cells lie in the weight's memory.
 struct Run {
-    i64 num_panels;
+    i64 num_panels, offset, stride;
     CellFormat format;
 };
 
@@ -55,12 +56,20 @@ nb::bytes layout_of(const Linear& linear) {
     std::vector<char> out;
     put(out, linear.weight.n);
     put(out, linear.weight.k);
+    put(out, linear.weight.k_padded);
     put(out, static_cast<i64>(linear.weight.dtype));
     const std::vector<CellPanel>& cells = linear.cells();
+    const auto* memory = reinterpret_cast<const std::uint8_t*>(linear.memory());
     for (std::size_t i = 0; i < cells.size();) {
-        std::size_t end = i;
-        while (end < cells.size() && cells[end].format == cells[i].format) ++end;
+        std::size_t end = i + 1;
+        const i64 stride = end < cells.size() ? cells[end].data - cells[i].data : 0;
+        while (end < cells.size() && cells[end].format == cells[i].format &&
+               cells[end].data - cells[end - 1].data == stride) {
+            ++end;
+        }
         put(out, static_cast<i64>(end - i));
+        put(out, static_cast<i64>(cells[i].data - memory));
+        put(out, stride);
         put(out, cells[i].format);
         i = end;
     }
@@ -69,7 +78,7 @@ nb::bytes layout_of(const Linear& linear) {
 
 nb::object bytes_of(nb::handle self) {
     const auto& linear = nb::cast<const Linear&>(self);
-    auto* data = static_cast<const std::uint8_t*>(linear.data());
+    auto* data = reinterpret_cast<const std::uint8_t*>(linear.memory());
     return nb::cast(nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>>(
         data, {static_cast<std::size_t>(linear.nbytes())}, self));
 }
@@ -80,12 +89,13 @@ Linear* adopt(const nb::bytes& layout, std::shared_ptr<FileImage> image, i64 off
     PackedWeight w{};
     w.n = in.get<i64>();
     w.k = in.get<i64>();
+    w.k_padded = in.get<i64>();
     const i64 dtype = in.get<i64>();
     constexpr i64 kLimit = i64{1} << 31;
-    require(w.n > 0 && w.k > 0 && w.n < kLimit && w.k < kLimit, "a packed weight has no size");
+    require(w.n > 0 && w.k > 0 && w.n < kLimit && w.k <= w.k_padded && w.k_padded < kLimit,
+            "a packed weight has no size");
     require(dtype == static_cast<i64>(DType::f32) || dtype == static_cast<i64>(DType::bf16),
             "a packed weight has an unknown dtype");
-    w.k_padded = round_up(w.k, kAlignK);
     w.dtype = static_cast<DType>(dtype);
     const auto size = static_cast<i64>(image->size());
     require(nbytes >= 0 && offset >= 0 && offset % 64 == 0 && nbytes <= size - offset,
@@ -94,18 +104,25 @@ Linear* adopt(const nb::bytes& layout, std::shared_ptr<FileImage> image, i64 off
     w.data = const_cast<std::uint8_t*>(data);
     std::vector<CellPanel> cells;
     while (!in.at_end()) {
-        const auto count = in.get<i64>();
-        const auto format = in.get<CellFormat>();
-        require(count > 0 && count <= w.num_panels() - static_cast<i64>(cells.size()),
-                "a packed weight has too many panels");
-        for (i64 i = 0; i < count; ++i) {
-            cells.push_back(CellPanel{data, format});
-            data += w.k_padded / 32 * format.bytes();
+        Run run{};
+        run.num_panels = in.get<i64>();
+        run.offset = in.get<i64>();
+        run.stride = in.get<i64>();
+        run.format = in.get<CellFormat>();
+        require(
+            run.num_panels > 0 && run.num_panels <= w.num_panels() - static_cast<i64>(cells.size()),
+            "a packed weight has too many panels");
+        for (i64 i = 0; i < run.num_panels; ++i) {
+            const i64 at = run.offset + i * run.stride;
+            require(at >= run.format.column_bytes() && at < nbytes,
+                    "a panel lies outside of its packed weight");
+            cells.push_back(CellPanel{data + at, run.format});
         }
     }
     require(cells.empty() || static_cast<i64>(cells.size()) == w.num_panels(),
             "a packed weight has too few panels");
-    auto linear = std::make_unique<Linear>(w, std::move(cells), std::move(image));
+    const char* memory = image->data() + offset;
+    auto linear = std::make_unique<Linear>(w, std::move(cells), memory, std::move(image));
     require(linear->nbytes() == nbytes, "a packed weight has another size than its layout says");
     return linear.release();
 }
@@ -123,6 +140,8 @@ std::shared_ptr<FileImage> open_image(int fd, i64 size, const std::string& way) 
 }  // namespace
 
 void bind_packed(nb::module_& m) {
+    // A thread that is left writing packed weights at exit holds some, and the system frees them.
+    nb::set_leak_warnings(false);
     nb::class_<FileImage>(m, "FileImage")
         .def_prop_ro("is_mapped", &FileImage::is_mapped)
         .def_prop_ro("huge_bytes", &FileImage::huge_bytes);

@@ -21,6 +21,9 @@ BlockSize block_size(Stored kind) {
     switch (kind) {
         case Stored::f32:
             return {1, 4};
+        case Stored::f16:
+        case Stored::bf16:
+            return {1, 2};
         case Stored::q8_0:
             return {32, 34};
         case Stored::q4_0:
@@ -45,33 +48,19 @@ std::uint16_t half_at(const std::uint8_t* at) {
     return static_cast<std::uint16_t>(at[0] | at[1] << 8);
 }
 
-std::uint16_t float_to_half(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    const std::uint32_t sign = bits >> 16 & 0x8000u;
-    const float size = std::fabs(value);
-    if (!(size == size)) return static_cast<std::uint16_t>(sign | 0x7e00u);
-    if (size >= 65520.0f) return static_cast<std::uint16_t>(sign | 0x7c00u);
-    if (size < 6.103515625e-5f) {  // subnormal: a whole number of 2^-24
-        return static_cast<std::uint16_t>(
-            sign | static_cast<std::uint32_t>(std::nearbyint(size * 16777216.0f)));
-    }
-    const std::uint32_t rest = bits & 0x7fffffffu;
-    const std::uint32_t rounded = rest + 0xfffu + (rest >> 13 & 1u);
-    return static_cast<std::uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
-}
-
-// int8 of 32 float32 values: symmetric, one float16 scale; the quants follow the rounded scale.
-void quantise(const float* values, i64 count, Group& g) {
-    float largest = 0.0f;
-    bool finite = true;
+// The scale of a row of int8: symmetric, over all of it. What is no number makes it one that is
+// none.
+float row_scale(const float* values, i64 count) {
+    float largest = 0.0f, poison = 0.0f;
     for (i64 i = 0; i < count; ++i) {
         const float size = std::fabs(values[i]);
-        finite = finite && size < 3e38f;
         if (size > largest) largest = size;
+        poison += values[i] * 0.0f;
     }
-    g.half[0] = finite ? float_to_half(std::fmin(largest / 127.0f, 65504.0f)) : 0x7e00u;
-    const float scale = half_to_float(g.half[0]);
+    return largest / 127.0f + poison;
+}
+
+void quantise(const float* values, i64 count, float scale, Group& g) {
     const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     for (i64 i = 0; i < 32; ++i) {
         const float q = i < count ? std::nearbyint(values[i] * inverse) : 0.0f;
@@ -128,13 +117,8 @@ void unpack_k(Stored kind, const std::uint8_t* block, i64 j, Group& g) {
     }
 }
 
-// Values [32 * cell, + 32) of a stored row of `k` values.
-void unpack(Stored kind, const std::uint8_t* row, i64 k, i64 cell, Group& g) {
-    if (kind == Stored::f32) {
-        const auto* values = reinterpret_cast<const float*>(row) + 32 * cell;
-        quantise(values, min64(32, k - 32 * cell), g);
-        return;
-    }
+// Values [32 * cell, + 32) of a stored row.
+void unpack(Stored kind, const std::uint8_t* row, i64 cell, Group& g) {
     const BlockSize size = block_size(kind);
     const std::uint8_t* block = row + cell * 32 / size.elements * size.bytes;
     g.half[0] = half_at(block);
@@ -216,6 +200,9 @@ CellFormat cell_format(Stored kind) {
         case Stored::q6_k:
             return {8, 0, 2, false, true};
         case Stored::f32:
+            return {8, 0, 0, false, true};
+        case Stored::f16:
+        case Stored::bf16:
         case Stored::q8_0:
         case Stored::q5_0:
             break;
@@ -228,14 +215,52 @@ i64 row_bytes(Stored kind, i64 k) {
     return k % size.elements == 0 ? k / size.elements * size.bytes : 0;
 }
 
+void widen_row(Stored kind, const std::uint8_t* row, i64 k, float* out) {
+    if (kind == Stored::f32) {
+        std::memcpy(out, row, static_cast<std::size_t>(k) * 4);
+    } else if (kind == Stored::bf16) {
+        for (i64 i = 0; i < k; ++i) out[i] = to_float(octavo::bf16{half_at(row + 2 * i)});
+    } else if (kind == Stored::f16) {
+        for (i64 i = 0; i < k; ++i) out[i] = half_to_float(half_at(row + 2 * i));
+    } else {
+        const CellFormat format = cell_format(kind);
+        Group g{};
+        for (i64 cell = 0; cell < k / 32; ++cell) {  // a row is a whole number of blocks
+            unpack(kind, row, cell, g);
+            float scales[2], minimum = 0.0f;
+            for (int i = 0; i < 2; ++i) {
+                scales[i] = format.wide ? g.wide[i] : half_to_float(g.half[0]);
+            }
+            if (format.has_minimum) minimum = format.wide ? g.wide[2] : half_to_float(g.half[1]);
+            float* to = out + 32 * cell;
+            for (int i = 0; i < 32; ++i) {
+                const float scale = scales[format.num_scales == 2 ? i / 16 : 0];
+                const auto value = static_cast<float>(g.quants[i] - format.bias) * scale;
+                to[i] = format.has_minimum ? value + minimum : value;
+            }
+        }
+    }
+}
+
 void pack_cells(const StoredRows& rows, i64 first, i64 count, const PackedWeight& w, i64 panel,
                 i64 column) {
     const CellPanel& to = w.cells[panel];
     auto* cells = const_cast<std::uint8_t*>(to.data);
+    float* scales = const_cast<float*>(to.column_scales()) + column;
+    const auto values = [&](i64 i) {
+        return reinterpret_cast<const float*>(rows.data + (first + i) * rows.stride);
+    };
+    if (to.format.scales_columns()) {
+        for (i64 i = 0; i < count; ++i) scales[i] = row_scale(values(i), w.k);
+    }
     Group g{};
-    for (i64 cell = 0; cell < w.k_padded / 32; ++cell) {
+    for (i64 cell = 0; cell < ceil_div(w.k, 32); ++cell) {
         for (i64 i = 0; i < count; ++i) {
-            unpack(rows.kind, rows.data + (first + i) * rows.stride, w.k, cell, g);
+            if (to.format.scales_columns()) {
+                quantise(values(i) + 32 * cell, min64(32, w.k - 32 * cell), scales[i], g);
+            } else {
+                unpack(rows.kind, rows.data + (first + i) * rows.stride, cell, g);
+            }
             write(g, to.format, cells + cell * to.format.bytes(), column + i);
         }
     }

@@ -1,6 +1,8 @@
 // Weights that stay quantised in memory. Every stored format becomes cells: 32 output columns x 32
 // k with their scales. gemm8.hpp multiplies them as int8; those with two scales over 32 k (Q6_K)
-// are turned into bf16 panels by decode.hpp just before their use.
+// are turned into bf16 panels by decode.hpp just before their use. int8 of our own has no scales in
+// its cells but one for each output column, before the panel's first cell: amx8.hpp sums it in
+// integers over all of K.
 #pragma once
 
 #include "common.hpp"
@@ -15,7 +17,7 @@ namespace octavo {
 struct CellFormat {
     std::uint8_t bits;        // 8 or 4
     std::uint8_t bias;        // subtracted from a nibble
-    std::uint8_t num_scales;  // over the 32 k of a cell: 1 or 2
+    std::uint8_t num_scales;  // over the 32 k of a cell: 1 or 2; 0 where a column has one in all
     bool has_minimum;
     bool wide;  // scales and minimums are float32
 
@@ -23,20 +25,33 @@ struct CellFormat {
         return bits == other.bits && bias == other.bias && num_scales == other.num_scales &&
                has_minimum == other.has_minimum && wide == other.wide;
     }
-    bool multiplies_as_int8() const { return num_scales == 1; }
+    bool multiplies_as_int8() const { return num_scales <= 1; }
+    bool scales_columns() const { return num_scales == 0; }
     i64 vector_bytes() const { return kPanel * (wide ? 4 : 2); }
     i64 quants_offset() const { return (num_scales + (has_minimum ? 1 : 0)) * vector_bytes(); }
     i64 bytes() const { return quants_offset() + kPanel * 32 * bits / 8; }
+    i64 column_bytes() const { return scales_columns() ? kPanel * 4 : 0; }
+    i64 panel_bytes(i64 k_padded) const { return column_bytes() + k_padded / 32 * bytes(); }
 };
+
+// Cells of our own int8 come in pairs, 64 k: the depth of an int8 tile. Sums over so many products
+// of int8 fit int32.
+constexpr i64 kAlignK8 = 64;
+constexpr i64 kMaxK8 = i64{1} << 17;
 
 // Panels may differ: q, k and v of one product can be stored in three formats.
 struct CellPanel {
     const std::uint8_t* data;  // [Kp / 32] cells
     CellFormat format;
+
+    // [32], where there are such: before the cells.
+    const float* column_scales() const {
+        return reinterpret_cast<const float*>(data - format.column_bytes());
+    }
 };
 
 // What a model file holds: ggml's block formats by name, or float32 to be quantised to int8.
-enum class Stored : std::uint8_t { f32, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
+enum class Stored : std::uint8_t { f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
 
 struct StoredRows {
     const std::uint8_t* data;
@@ -51,6 +66,9 @@ i64 row_bytes(Stored kind, i64 k);  // 0 where k is no whole number of blocks
 // panel from `rows`, starting at row `first`.
 void pack_cells(const StoredRows& rows, i64 first, i64 count, const PackedWeight& w, i64 panel,
                 i64 column);
+
+// One stored row of `k` values in float32, as the file's format defines them.
+void widen_row(Stored kind, const std::uint8_t* row, i64 k, float* out);
 
 float half_to_float(std::uint16_t half);
 

@@ -153,11 +153,10 @@ struct Last {
 
 // Best first, tokens stay while those before them weigh less than `limit`. Where that leaves some
 // out, finds the last to stay. tokens: ids ascending, and none is -0. The token is looked for in
-// one of kBins ranges of values, then in a part of that, until few are left or all are equal.
+// one of kBins equal ranges of values, then in a part of that, until few are left or all are equal.
 inline bool find_last(const Tokens& tokens, i64 count, std::int64_t limit, const Tokens& spare,
                       Last* last) {
-    constexpr int kBinBits = 10;
-    constexpr i64 kBins = i64{1} << kBinBits, kFew = 24;
+    constexpr i64 kBins = 256, kFew = 24;
     Tokens from = tokens;
     std::int64_t weight = 0;
     for (;;) {
@@ -172,14 +171,18 @@ inline bool find_last(const Tokens& tokens, i64 count, std::int64_t limit, const
         const auto top = static_cast<std::uint32_t>(high);
         int shift = 0;
         while (((top - static_cast<std::uint32_t>(low)) >> shift) >= kBins) ++shift;
-        const auto bin_of = [&](float value) {
-            return (top - static_cast<std::uint32_t>(key_of(value))) >> shift;
+        const float best = value_of(high), scale = (kBins - 1) / (best - value_of(low));
+        const bool even = scale > 0.0f && scale < __builtin_inff();  // else by the bits
+        const auto bin_of = [=](float value) {
+            const auto key = static_cast<std::uint32_t>(key_of(value));
+            return even ? static_cast<std::int32_t>((best - value) * scale)
+                        : static_cast<std::int32_t>((top - key) >> shift);
         };
-        std::int64_t sums[kBins] = {};
+        std::int64_t sums[kBins + 1] = {};
         for (i64 i = 0; i < count; ++i) sums[bin_of(from.values[i])] += from.weights[i];
         i64 bin = 0;
-        for (; bin < kBins && weight + sums[bin] < limit; ++bin) weight += sums[bin];
-        if (bin == kBins) return false;
+        for (; bin <= kBins && weight + sums[bin] < limit; ++bin) weight += sums[bin];
+        if (bin > kBins) return false;
         i64 num_there = 0;
         for (i64 i = 0; i < count; ++i) {
             if (bin_of(from.values[i]) == bin) spare.copy(num_there++, from, i);

@@ -17,8 +17,8 @@ def cache_folder() -> Path:
 
 
 def packed_folder() -> Path:
-    """Folder of packed weights (kernels/cpu/packed.py)."""
-    return cache_folder() / "packed"
+    """Folder of packed weights (kernels/cpu/packed.py): $OCTAVO_PACKED, else in the cache."""
+    return Path(os.environ.get("OCTAVO_PACKED") or cache_folder() / "packed")
 
 
 def packed_files() -> list[tuple[Path, int]]:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import math
 import os
 import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, RequestError
+from .sampling_params import SamplingParams
 
 _KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 """What to say of a setting's type, by its annotation; None may be taken beside it."""
@@ -29,6 +34,16 @@ def _check_types(config: object) -> None:
             continue
         if kind in _KINDS and type(value).__name__ != kind and not (or_none and value is None):
             raise ConfigError(setting.name, value, _KINDS[kind])
+
+
+@contextmanager
+def must_fit(name: str, value: object, what: str) -> Iterator[None]:
+    """Raise ConfigError where the system refuses the memory that a setting asks for: `what`."""
+    try:
+        yield
+    except MemoryError:
+        wanted = f"smaller: the system refuses {what}"
+        raise ConfigError(name, value, wanted) from None
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -81,12 +96,18 @@ class CacheConfig:
 
     prefix_cache_save_seconds: float = 300.0
     """Seconds after which a busy engine, too, writes prefix_cache_file; requests wait meanwhile,
-    about a second for a GiB. 0: only an idle or closing one does."""
+    a few seconds for a GiB. 0: only an idle or closing one does."""
 
     def __post_init__(self) -> None:
         _check_types(self)
         for name in ("ram_tier_memory", "file_tier_memory"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more bytes")
+        _require(
+            self.file_tier_dir is None or (self.file_tier_dir != "" and self.file_tier_memory > 0),
+            "file_tier_dir",
+            self.file_tier_dir,
+            "used with file_tier_memory: without it there is no file",
+        )
         seconds = self.prefix_cache_save_seconds
         in_range = 0 <= seconds < math.inf
         _require(in_range, "prefix_cache_save_seconds", seconds, "0 or more seconds")
@@ -98,10 +119,10 @@ class CacheConfig:
             "on with prefix_cache_file: there is nothing to keep else",
         )
         _require(
-            self.block_size >= 1 and not self.block_size & (self.block_size - 1),
+            1 <= self.block_size <= 65_536 and not self.block_size & (self.block_size - 1),
             "block_size",
             self.block_size,
-            "a power of two",
+            "a power of two, at most 65,536",
         )
         _require(
             self.num_kv_blocks is None or self.num_kv_blocks >= 1,
@@ -189,8 +210,9 @@ class SchedulerConfig:
     """A request that has not started after so many seconds ends with finish_reason timeout."""
 
     victim_policy: str = "auto"
-    """Who yields its blocks when the pool is short: last_arrived, lowest_priority, most_generated
-    or fewest_generated. auto: lowest_priority under priority, else last_arrived."""
+    """Who yields its blocks when the pool is short: last_arrived, lowest_priority, most_generated,
+    fewest_generated or cheapest (who is quickest to bring back, by measured rates). auto:
+    lowest_priority under priority, else last_arrived."""
 
     preemption_mode: str = "recompute"
     """What happens to the K/V of a preempted request: recompute (dropped, computed again), swap
@@ -199,6 +221,12 @@ class SchedulerConfig:
 
     swap_threshold: int = 128
     """Computed tokens below which preemption_mode threshold recomputes."""
+
+    jump_forward: bool = True
+    """Append tokens that a grammar leaves no choice about and compute them together, instead of
+    sampling them one by one (the answers are the same). Left alone: requests that ask for logprobs,
+    which need the logits of each token, or that set min_tokens, bad_words, allowed_token_ids or
+    logits_processors, which might bar one."""
 
     batching_mode: str = "continuous"
     """When requests join and leave the batch: continuous (in any step), or, as baselines to
@@ -210,9 +238,9 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.swap_threshold >= 0, "swap_threshold", self.swap_threshold, "at least 0")
-        for name in ("max_num_scheduled_tokens", "max_model_len"):
+        for name, least in (("max_num_scheduled_tokens", 1), ("max_model_len", 2)):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "at least 1")
+            _require(value is None or value >= least, name, value, f"at least {least}")
         names = ("priority_ageing_steps", "overtake_limit", "skip_limit")
         for name in (*names, "max_num_queued_reqs", "max_num_queued_tokens"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or above")
@@ -271,9 +299,10 @@ class BackendConfig:
     (the answers are the same; a prompt takes about one layer less)."""
 
     quantization: str | None = None
-    """Compute from quantised weights: int8 (any model, quantised at load, a scale per 32 values of
-    a row) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
-    too. Faster for few requests at a time, slower for many. Default: weights as dtype says."""
+    """Compute from quantised weights: int8 (any model, quantised at load, one scale per row of a
+    weight) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
+    too. int8 is faster everywhere, stored for few requests at a time. Default: weights as dtype
+    says."""
 
     packed_cache: str = "auto"
     """Keep weights as they are packed in a file beside the models in the cache, so that the next
@@ -340,6 +369,14 @@ class EngineConfig:
     tells how long prompts and answers are, when they came and which begin alike, not what they
     say."""
 
+    generation_config: str = "auto"
+    """Sampling that a request leaves unsaid: auto (as the model recommends it) or vllm (OpenAI's
+    defaults)."""
+
+    override_generation_config: str | None = None
+    """A JSON object of sampling defaults that go before those: {"temperature": 0.7}. What a request
+    says goes before all. Default: none."""
+
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
@@ -353,6 +390,13 @@ class EngineConfig:
             self.record_hashes,
             "used with record",
         )
+        _require(
+            self.generation_config in ("auto", "vllm"),
+            "generation_config",
+            self.generation_config,
+            "auto or vllm",
+        )
+        self.sampling_defaults({})
         has_tier = self.cache.ram_tier_memory or self.cache.file_tier_memory
         _require(
             bool(has_tier) or self.scheduler.preemption_mode not in ("swap", "threshold", "auto"),
@@ -373,6 +417,27 @@ class EngineConfig:
             "paged with ram_tier_memory or file_tier_memory",
         )
 
+    def sampling_defaults(self, recommended: Mapping[str, float]) -> dict[str, Any]:
+        """SamplingParams that a request leaves unsaid: the operator's over the model's.
+
+        Raises ConfigError for overrides that are no such parameters.
+        """
+        text, name = self.override_generation_config, "override_generation_config"
+        own = {}
+        if text is not None:
+            try:
+                own = json.loads(text)
+                wrong = [key for key in own if key not in _SAMPLING_DEFAULTS]
+                valid = isinstance(own, dict) and not wrong
+                _require(valid, name, text, f"a JSON object of {', '.join(_SAMPLING_DEFAULTS)}")
+                SamplingParams(**own)
+            except (ValueError, TypeError, RequestError) as error:
+                raise ConfigError(name, text, f"a JSON object: {error}") from error
+        return {**(recommended if self.generation_config == "auto" else {}), **own}
+
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+                      "presence_penalty", "frequency_penalty")  # fmt: skip
 
 PARTS: dict[str, type] = {
     "cache": CacheConfig,
@@ -381,7 +446,8 @@ PARTS: dict[str, type] = {
 }
 
 
-TOP = ("model", "seed", "record", "record_hashes")
+TOP = ("model", "seed", "record", "record_hashes", "generation_config",
+       "override_generation_config")  # fmt: skip
 """Settings of EngineConfig itself."""
 
 
@@ -413,6 +479,7 @@ def _known() -> str:
     return ", ".join(names)
 
 
+@cache
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a config class, by field name, on one line each."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]

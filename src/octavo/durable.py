@@ -10,6 +10,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def refusal(path: str) -> str | None:
+    """What a path has to be that can be replaced so; None: it is."""
+    place = Path(path)
+    if place.exists() and not place.is_file():  # opening a pipe would wait for its other end
+        return "a file"
+    is_open = os.access(place.absolute().parent, os.W_OK | os.X_OK)
+    return None if is_open else "in a folder that can be written"
+
+
+class Postponed(Exception):
+    """A file was not replaced, since there is something better to do."""
+
+
 @contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` when the block ends, and is on disk then.

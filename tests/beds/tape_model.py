@@ -15,6 +15,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.messages import (
+    SMALL_MODEL,
     NewRequest,
     PromptLogprobs,
     RowFault,
@@ -110,8 +111,9 @@ class TapeModel:
         self.scripts = dict(scripts or {})
         self.faults = dict(faults or {})
         self.num_slots = self.num_tier_slots = num_slots
-        self.kept: dict[int, list[Slot | None]] = {}
-        """What is stored in each slot of the tiers."""
+        self.costs = SMALL_MODEL
+        self.kept: dict[int, list[Slot | None] | None] = {}
+        """What is stored in each slot of the tiers; None: what was lost before it came there."""
         self.broken_slots: Container[int] = ()
         """Those that can't be read."""
         self.slots: list[Slot | None] = [None] * (num_blocks * block_size)
@@ -125,6 +127,9 @@ class TapeModel:
         """Compute a step."""
         for start in plan.starts:
             self.rows[start.row] = TapeRow(start)
+        for number, token_ids in plan.forced:
+            for token_id in token_ids:
+                self.rows[number].append(token_id)
         self.lost = set()
         for transfer in plan.transfers:
             self._move(transfer)
@@ -188,21 +193,25 @@ class TapeModel:
         self.moves[kind] += 1
         if kind == "copy":
             self.slots[self.block(target)] = self.slots[self.block(source)]
+            if source in self.lost:
+                self.lost.add(target)
         elif kind == "store":
             assert target < sum(self.num_slots), "a tier is larger than its budget"
             if target in self.kept:
                 raise KVCorruption(f"what is kept in slot {target} was not given up")
-            self.kept[target] = self.slots[self.block(source)]
+            self.kept[target] = None if source in self.lost else self.slots[self.block(source)]
         elif kind == "drop":
             del self.kept[target]
         else:
             assert kind == "load"
             if source not in self.kept:
                 raise KVCorruption(f"nothing is kept in slot {source}")
-            self.slots[self.block(target)] = self.kept[source]
-            if source in self.broken_slots:
+            kept = self.kept[source]
+            if source in self.broken_slots or kept is None:
                 self.poison(target)
                 self.lost.add(target)
+            else:
+                self.slots[self.block(target)] = kept
 
     def _write(self, entry: ScheduledRequest) -> None:
         row = self.rows[entry.row]

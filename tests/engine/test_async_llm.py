@@ -223,8 +223,8 @@ def test_an_idle_engine_keeps_its_prefixes(monkeypatch: pytest.MonkeyPatch) -> N
     bed = EngineBed()
     saved: list[tuple[str, int]] = []
     bed.model.load_prefixes = lambda path: []  # type: ignore[attr-defined]
-    bed.model.save_prefixes = lambda path, runs: saved.append((path, len(runs)))  # type: ignore[attr-defined]
-    bed.core.begin_with_prefixes("kept", 0.0)
+    bed.model.save_prefixes = lambda path, runs, go_on: saved.append((path, len(runs)))  # type: ignore[attr-defined]
+    bed.core.prefixes.begin("kept", 0.0)
 
     async def body(engine: AsyncLLM) -> None:
         for number in (1, 2):
@@ -241,6 +241,16 @@ def test_an_idle_engine_keeps_its_prefixes(monkeypatch: pytest.MonkeyPatch) -> N
 
     with_async_engine(bed, body)
     assert len(saved) == 2, "nothing had changed since"
+
+
+def test_an_idle_engine_gets_ready_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C98: the vocabulary for the first grammar holds the interpreter while it is built; that is
+    done when nobody waits."""
+    monkeypatch.setattr(async_llm, "IDLE_AUDIT_SECONDS", 0.01)
+    bed = EngineBed()
+    engine = async_engine(bed)
+    wait_until(lambda: "_vocabulary" in vars(bed.core.grammars))
+    engine.shutdown()
 
 
 def test_a_closed_loop_does_not_hurt_the_engine() -> None:

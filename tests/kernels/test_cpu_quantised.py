@@ -1,7 +1,8 @@
 """Weights that stay quantised in memory: every format, on every level, against its definition.
 
 Activations are quantised per 32 values of a row and the weights' own int8 or nibbles multiplied as
-integers; Q6_K, with two scales over 32 values, becomes bfloat16 panels just before their use.
+integers; Q6_K, with two scales over 32 values, becomes bfloat16 panels just before their use. int8
+has one scale a row of weights; on AMX a row of activations becomes two int8 parts with one scale.
 """
 
 from __future__ import annotations
@@ -53,15 +54,11 @@ def dequantised(stored: StoredRows, k: int) -> Array:
 
 def quantised_to_int8(weight: Array) -> Array:
     """What --quantization int8 makes of a weight, in float32: by its definition."""
-    n, k = weight.shape
-    groups = np.zeros((n, -(-k // 32) * 32), np.float32)
-    groups[:, :k] = weight
-    groups = groups.reshape(n, -1, 32)
-    scale = (np.abs(groups).max(axis=2) / np.float32(127)).astype(np.float16).astype(np.float32)
+    scale = np.abs(weight).max(axis=1, keepdims=True) / np.float32(127)
     with np.errstate(divide="ignore"):
-        inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))[:, :, None]
-    quants = np.clip(np.rint(groups * inverse), -127, 127)
-    return np.asarray(quants * scale[:, :, None], np.float32).reshape(n, -1)[:, :k]
+        inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))
+    quants = np.clip(np.rint(weight * inverse), -127, 127) + np.float32(0)  # no -0
+    return np.asarray(quants * scale, np.float32)
 
 
 def product(ops: CpuKernels, x: Array, weight: Linear | None, out_dtype: object) -> Array:
@@ -86,6 +83,15 @@ def as_int8_sees(x: Array) -> Array:
         inverse = np.where(top > 0, np.float32(127) / top, np.float32(0))
     quants = np.clip(np.rint(groups * inverse), -127, 127)
     return (exact(quants) * exact(top / np.float32(127))).reshape(rows, -1)[:, :k]
+
+
+def as_parts_see(x: Array) -> Array:
+    """Activations as 128 * high + low with one scale a row, in float64: by its definition."""
+    x = x.astype(np.float32)
+    top = np.abs(x).max(axis=1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(top > 0, np.float32(16319) / top, np.float32(0))
+    return exact(np.rint(x * inverse)) * exact(top / np.float32(16319))
 
 
 def want(x: Array, weight: Array, kind: str, ops: CpuKernels) -> Array:
@@ -162,14 +168,98 @@ def test_what_is_no_number_stays_in_its_row(level: str) -> None:
     rows=st.integers(1, 70), n=st.integers(1, 140), k=st.integers(1, 200), seed=st.integers(0, 99)
 )
 def test_int8_is_what_its_definition_says(level: str, rows: int, n: int, k: int, seed: int) -> None:
-    """Law: int8 weights, a float16 scale per 32 values of a row, the quants by that scale."""
+    """Law: int8 weights with one scale a row; the embedding reads the same; a zero row is zero."""
     ops = make_kernels(threads=2, isa=level, quantization="int8")
     weight = np.random.default_rng(seed).standard_normal((n, k), np.float32)
+    if n > 1:
+        weight[n // 2] = 0
     defined = quantised_to_int8(weight)
     assert np.abs(defined - weight).max() <= np.abs(weight).max() / 250
     x = activations(rows, k, ops, seed)
-    got = product(ops, x, ops.pack_linear(weight), np.float32)
-    assert_close(got, as_int8_sees(x) @ exact(defined).T, 2e-5)
+    x[rows // 3] *= 1000
+    packed = ops.pack_linear(weight)
+    seen = as_parts_see(x) if level == "amx" else as_int8_sees(x)
+    for out_dtype in (np.float32, ops.dtype):
+        got = product(ops, x, packed, out_dtype)
+        assert_close(got, seen @ exact(defined).T, tolerance(out_dtype))
+    looked_up = poisoned((n, k), np.float32)
+    ops.embedding(np.arange(n, dtype=np.int32), packed, looked_up)
+    assert bits(looked_up) == bits(defined)
+
+
+@levels
+@few
+@given(
+    rows=st.integers(1, 70), n=st.integers(1, 140), k=st.integers(1, 200), seed=st.integers(0, 99)
+)
+def test_a_row_of_an_int8_product_is_the_same_alone(
+    level: str, rows: int, n: int, k: int, seed: int
+) -> None:
+    """Law: whatever M is, and however many threads share it."""
+    ops = make_kernels(threads=2, isa=level, quantization="int8")
+    weight = ops.pack_linear(np.random.default_rng(seed).standard_normal((n, k), np.float32))
+    x = activations(rows, k, ops, seed)
+    whole = product(ops, x, weight, np.float32)
+    for row in {0, rows // 2, rows - 1}:
+        assert bits(product(ops, x[row : row + 1], weight, np.float32)) == bits(whole[row])
+    cut = rows // 3
+    assert bits(product(ops, x[cut:], weight, np.float32)) == bits(whole[cut:])
+    for threads in (1, 3):
+        other = make_kernels(threads=threads, isa=level, quantization="int8")
+        assert bits(product(other, x, weight, np.float32)) == bits(whole)
+
+
+@levels
+def test_many_rows_and_logits_of_int8_are_those_of_one(level: str) -> None:
+    """Law: blocks of rows, and outputs so large that they may be written past the caches."""
+    ops = make_kernels(threads=2, isa=level, quantization="int8")
+    rng = np.random.default_rng(0)
+    for rows, n, k in ((300, 100, 2100), (64, 8213, 64)):
+        weight = ops.pack_linear(rng.standard_normal((n, k), np.float32))
+        x = activations(rows, k, ops, 0)
+        stride = -(-n // 32) * 32
+        memory = poisoned((rows + 1, stride), np.float32)
+        first = -(memory.ctypes.data // 4) % 16  # rows start at a cache line, as an arena's do
+        whole = memory.reshape(-1)[first : first + rows * stride].reshape(rows, stride)
+        ops.linear(x, weight, whole[:, :n])
+        assert np.isnan(whole[:, n:]).all()
+        narrow = product(ops, x, weight, ops.dtype)
+        for row in (0, 17, 38, rows - 1):
+            assert bits(product(ops, x[row : row + 1], weight, np.float32)) == bits(whole[row, :n])
+        assert bits(whole[:, :n].astype(ops.dtype)) == bits(narrow)
+
+
+@levels
+def test_the_longest_sums_of_int8_do_not_overflow(level: str) -> None:
+    """2^17 products of the largest quants are the most that int32 is let hold; more is refused."""
+    ops = make_kernels(threads=1, isa=level, quantization="int8")
+    for sign in (1, -1):
+        weight = np.full((1, 1 << 17), sign, np.float32)
+        x = np.ones((3, 1 << 17), np.float32).astype(ops.dtype)
+        x[1] *= -1
+        x[2, ::2] = 0.0039
+        seen = as_parts_see(x) if level == "amx" else as_int8_sees(x)
+        got = product(ops, x, ops.pack_linear(weight), np.float32)
+        assert_close(got, seen @ exact(quantised_to_int8(weight)).T, 2e-5)
+    with pytest.raises(ValueError, match="in_features"):
+        ops.pack_linear(np.ones((1, (1 << 17) + 1), np.float32))
+
+
+@levels
+def test_what_is_no_number_in_int8_stays_in_its_row(level: str) -> None:
+    """What is no number in x or the weight spoils its own row of the product, no other."""
+    ops = make_kernels(threads=2, isa=level, quantization="int8")
+    weight = np.random.default_rng(0).standard_normal((40, 64), np.float32)
+    x = activations(20, 64, ops, 0)
+    whole = product(ops, x, ops.pack_linear(weight), np.float32)
+    weight[5, 7], weight[33, 0] = np.nan, np.inf
+    x[3, 40], x[7, 0] = np.nan, np.inf
+    faulty = product(ops, x, ops.pack_linear(weight), np.float32)
+    assert np.isnan(faulty[[3, 7]]).all()
+    assert np.isnan(faulty[:, [5, 33]]).all()
+    rows = np.delete(np.arange(20), [3, 7])[:, None]
+    columns = np.delete(np.arange(40), [5, 33])
+    assert bits(faulty[rows, columns]) == bits(whole[rows, columns])
 
 
 @levels
@@ -213,6 +303,8 @@ def test_parts_of_different_formats_make_one_product(level: str) -> None:
 def test_packed_sizes() -> None:
     """A kept weight takes what its format takes, and no copy in bfloat16 besides."""
     ops = make_kernels(quantization="stored")
+    int8 = make_kernels(quantization="int8")
+    assert int8.pack_linear(np.ones((64, 256), np.float32)).nbytes == 64 * (256 + 4)
     bits_a_weight = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 6, "Q6_K": 10}
     for kind, size in bits_a_weight.items():
         packed = ops.pack_stored([random_rows(kind, 64, 256, 0)], 256)

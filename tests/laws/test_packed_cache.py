@@ -71,7 +71,8 @@ def start(model: Path, **settings: Any) -> list[Any]:
 def start_apart(model: Path, before: str = "") -> subprocess.Popen[str]:
     """A start in a process of its own."""
     command = [sys.executable, "-c", ONE_START.format(before=before), str(model)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
 
 
 def kept(cache: Path) -> Path:
@@ -164,8 +165,8 @@ def test_a_damaged_file_is_not_used(
     with kept(cache).open("rb") as file:
         index, begin = packed.read_index(file)
     _, _, offset, nbytes, _ = index["weights"][-1]
-    at = {"magic": 3, "digest": 40, "index": 70, "first": begin + 9}
-    at |= {"last": begin + offset + nbytes - 3}
+    at = {"magic": 3, "digest": 40, "index": 70, "first weight": begin + 9}
+    at |= {"last weight": begin + offset + nbytes - 3}
     if place == "end":
         whole += b"more"
     else:
@@ -227,6 +228,23 @@ def test_a_process_killed_while_it_writes_leaves_nothing_that_is_used(
     assert not kept(cache).name.startswith(packed.PREFIX)
     forbid_packing(monkeypatch)
     assert start(model) == answers
+
+
+def test_an_interrupt_at_exit_leaves_the_writing_and_nothing_behind(
+    model: Path, cache: Path
+) -> None:
+    """Ctrl-C while the process only waits for its writer, after a line that says so."""
+    before = "import os, time\nos.fsync = lambda fd: time.sleep(600)\npacked.PATIENCE = 0.1"
+    process = start_apart(model, before)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "Ctrl-C leaves that" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    output, rest = process.communicate(timeout=60)
+    assert output.startswith("[")
+    assert (process.returncode, rest) == (0, "")
+    assert list(cache.iterdir()) == []
 
 
 def test_two_processes_that_start_at_once_both_answer_and_keep_one_file(

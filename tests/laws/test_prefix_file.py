@@ -246,23 +246,23 @@ def test_a_busy_engine_keeps_prefixes_from_time_to_time(model: str, tmp_path: Pa
     llm.close()
     llm = make(model, path, prefix_cache_save_seconds=60.0)
     core, seconds = llm._engine.core, [0.0]
-    core.now = lambda: seconds[0]
-    core._next_keep = 60.0
-    first = path.stat().st_ino
+    core.now = core.prefixes._now = lambda: seconds[0]
+    core.prefixes.due = 60.0
+    first = path.stat().st_mtime_ns
     answers(llm)
-    assert path.stat().st_ino == first
+    assert path.stat().st_mtime_ns == first
     seconds[0] = 61.0
     answers(llm, [list(reversed(PROMPTS[0]))])
-    second = path.stat().st_ino
+    second = path.stat().st_mtime_ns
     assert second != first
     seconds[0] = 120.0
     answers(llm, [list(reversed(PROMPTS[1]))])
-    assert path.stat().st_ino == second, "the next one is due 60 seconds after the last"
-    core.keep_prefixes()
-    third = path.stat().st_ino
-    core.keep_prefixes()
+    assert path.stat().st_mtime_ns == second, "the next one is due 60 seconds after the last"
+    core.prefixes.keep()
+    third = path.stat().st_mtime_ns
+    core.prefixes.keep()
     llm.close()
-    assert path.stat().st_ino == third != second, "nothing had changed"
+    assert path.stat().st_mtime_ns == third != second, "nothing had changed"
 
 
 BUSY = """

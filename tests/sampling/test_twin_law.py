@@ -177,6 +177,8 @@ def assert_alike(native: SampledToken | RowFault, numpy: SampledToken | RowFault
     assert native.token_id == numpy.token_id
     assert native.logprobs is not None
     assert native.logprobs.rank == numpy.logprobs.rank
+    for token_id, logprob in (*native.logprobs[2], *native.logprobs[3]):
+        assert token_id != native.token_id or logprob == native.logprobs.logprob, "the same bits"
     for ours, theirs in zip(native.logprobs[2:], numpy.logprobs[2:], strict=True):
         assert [i for i, _ in ours] == [i for i, _ in theirs]
         assert [x for _, x in ours] == pytest.approx([x for _, x in theirs], abs=1e-9)

@@ -13,9 +13,11 @@ import pytest
 
 from beds.backends import kernels_of
 from octavo.config import CacheConfig
+from octavo.durable import Postponed
 from octavo.errors import ConfigError
 from octavo.messages import KeptRun, Transfer
-from octavo.worker.prefix_file import HEAD_SIZE, MAGIC, load_prefixes, save_prefixes
+from octavo.worker import prefix_file
+from octavo.worker.prefix_file import HEAD_SIZE, MAGIC, load_prefixes
 from octavo.worker.tiers import Tiers
 
 RUNS = [
@@ -24,6 +26,10 @@ RUNS = [
     KeptRun("salt", -1, tuple(range(8)), (3, 4), False),
     KeptRun("salt", 2, (5, 5, 5, 5), (5,), False),
 ]
+
+
+def save_prefixes(path: str, runs: list[KeptRun], mark: str, tiers: Tiers) -> None:
+    prefix_file.save_prefixes(path, runs, mark, tiers, go_on=lambda: True)
 
 
 def make(num_ram: int = 4, num_file: int = 4) -> Tiers:
@@ -85,7 +91,7 @@ def refused(path: Path, caplog: pytest.LogCaptureFixture, mark: str = "mark") ->
     runs = load_prefixes(str(path), mark, tiers)
     line = f"prefix cache file {path} is not used: "
     assert not runs or line not in caplog.text
-    assert runs or tiers.num_used == (0, 0), "blocks of it stayed"
+    assert runs or tiers.use().num_used == (0, 0), "blocks of it stayed"
     tiers.close()
     return not runs and caplog.text.count(line) == 1 and len(caplog.records) == 1
 
@@ -209,6 +215,22 @@ def test_a_path_that_can_not_be_written_is_refused_at_the_start(tmp_path: Path) 
     with pytest.raises(ConfigError, match="prefix_cache_file"):
         load_prefixes(str(tmp_path / "file" / "kept"), "mark", make())
     assert load_prefixes(str(tmp_path / "kept"), "mark", make()) == []
+
+
+def test_what_is_postponed_leaves_the_old_file(path: Path) -> None:
+    """At any run of it; and it says so by an exception that is no fault."""
+    whole = path.read_bytes()
+    for num_runs in range(len(RUNS)):
+        answers = iter([True] * num_runs + [False])
+        with pytest.raises(Postponed):
+            prefix_file.save_prefixes(
+                str(path),
+                RUNS,
+                "other",
+                make(),
+                go_on=lambda: next(answers),  # noqa: B023
+            )
+        assert path.read_bytes() == whole
 
 
 def test_the_index_is_what_it_says(path: Path) -> None:

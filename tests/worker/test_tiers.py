@@ -43,7 +43,7 @@ def test_blocks_go_and_come_back_in_order(tmp_path: Path) -> None:
     tiers = make(1, 2, tmp_path)
     assert tiers.num_slots == (1, 2)
     tiers.move([Transfer("store", 0, 0), Transfer("store", 1, 1), Transfer("store", 2, 2)])
-    assert tiers.num_used == (1, 2)
+    assert num_used(tiers) == (1, 2)
     lost, moved = tiers.move(
         [
             Transfer("copy", 3, 4),
@@ -68,6 +68,11 @@ def test_blocks_go_and_come_back_in_order(tmp_path: Path) -> None:
     tiers.close()
 
 
+def num_used(tiers: Tiers) -> tuple[int, ...]:
+    """Blocks in RAM and in the file."""
+    return tiers.use().num_used
+
+
 def in_ram(tiers: Tiers) -> list[int]:
     return list(tiers._rows[0])
 
@@ -78,13 +83,13 @@ def test_what_was_stored_longest_ago_moves_to_the_file(tmp_path: Path) -> None:
     for block_id, slot in enumerate((4, 0, 3, 1)):
         tiers.move([Transfer("store", block_id, slot)])
     assert in_ram(tiers) == [3, 1]
-    assert tiers.num_used == (2, 2)
+    assert num_used(tiers) == (2, 2)
     tiers.move([Transfer("drop", 3, 3), Transfer("store", 4, 2)])
     assert in_ram(tiers) == [1, 2], "a row in RAM was free: nothing had to move"
-    assert tiers.num_used == (2, 2)
+    assert num_used(tiers) == (2, 2)
     tiers.move([Transfer("store", 5, 3)])
     assert in_ram(tiers) == [2, 3]
-    assert tiers.num_used == (2, 3)
+    assert num_used(tiers) == (2, 3)
     loads = [Transfer("load", slot, block_id) for block_id, slot in enumerate((4, 0, 1, 2, 3))]
     assert tiers.move(loads)[0] == set()
     assert [first(tiers, i) for i in range(5)] == [1, 2, 4, 5, 6]
@@ -112,7 +117,7 @@ def test_any_order_of_moves_gives_back_what_was_stored(
             lost, _ = tiers.move([Transfer("load", slot, 5)])
             assert lost == (set() if slot in kept else {5})
             assert slot not in kept or first(tiers, 5) == kept[slot]
-        used = tiers.num_used
+        used = num_used(tiers)
         assert sum(used) == len(kept)
         assert used[0] <= num_ram
         assert used[1] <= num_file
@@ -140,6 +145,26 @@ def test_a_file_that_fails_loses_blocks_and_nothing_else(
     tiers.move([Transfer("store", 4, 1)])
     assert tiers.move([Transfer("load", 1, 2), Transfer("load", 0, 1)])[0] == set()
     assert (first(tiers, 2), first(tiers, 1)) == (5, 3)
+    monkeypatch.setattr("octavo.worker.tiers.os.pwrite", full)
+    tiers.move([Transfer("store", block_id, 2) for block_id in range(3)])
+    assert caplog.text.count("no space left") == 2, "it had worked in between"
+
+
+def test_what_is_made_of_lost_blocks_is_lost(tmp_path: Path) -> None:
+    """A copy of a block that could not be loaded, and what is stored of it, in the same plan."""
+    tiers = make(4, 0, tmp_path)
+    tiers.move([Transfer("store", 0, 3)])
+    lost, _ = tiers.move(
+        [
+            Transfer("load", 0, 4),
+            Transfer("copy", 4, 5),
+            Transfer("store", 5, 1),
+            Transfer("load", 3, 2),
+            Transfer("load", 1, 3),
+        ]
+    )
+    assert lost == {3, 4, 5}
+    assert first(tiers, 2) == 1
 
 
 LIMITED = """
@@ -147,11 +172,11 @@ import logging, resource, sys
 logging.basicConfig(stream=sys.stdout)
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
-from worker.test_tiers import Transfer, first, make
+from worker.test_tiers import Transfer, first, make, num_used
 tiers = make(1, 4, Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 * tiers.block_nbytes,) * 2)
 tiers.move([Transfer("store", i, i) for i in range(5)])
-print(tiers.num_used, sorted(tiers.move([Transfer("load", i, i) for i in range(5)])[0]))
+print(num_used(tiers), sorted(tiers.move([Transfer("load", i, i) for i in range(5)])[0]))
 print([first(tiers, i) for i in range(5)])
 """
 
@@ -196,6 +221,9 @@ def test_an_interrupt_leaves_no_slot_that_was_not_written(
         tiers.move([Transfer("store", slot, slot) for slot in range(3)])
     loads = [Transfer("load", slot, 3 + slot) for slot in range(3)]
     assert tiers.move(loads)[0] == {4, 5}
+    with pytest.raises(KeyboardInterrupt):
+        tiers.move([Transfer("store", 1, 1), Transfer("drop", 0, 0), Transfer("store", 2, 0)])
+    assert tiers.move(loads)[0] == {3, 4, 5}, "what was there before is not what was to be there"
 
 
 def test_a_tier_holds_at_least_a_block(tmp_path: Path) -> None:

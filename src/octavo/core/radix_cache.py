@@ -43,11 +43,7 @@ class Node:
     )
 
     def __init__(
-        self,
-        node_id: int,
-        parent: Node | None,
-        token_ids: tuple[int, ...],
-        block_ids: list[int],
+        self, node_id: int, parent: Node | None, token_ids: tuple[int, ...], block_ids: list[int]
     ) -> None:
         self.node_id = node_id
         self.parent = parent
@@ -179,15 +175,8 @@ class RadixCache:
         if not num_blocks and tail is None:
             return None
         num_tokens += 0 if tail is None else tail.num_tokens
-        return Match(
-            node if num_blocks else None,
-            num_node_blocks,
-            tuple(block_ids),
-            num_evictable,
-            num_tokens,
-            tail,
-            tuple(slots),
-        )
+        end, ids = node if num_blocks else None, tuple(block_ids)
+        return Match(end, num_node_blocks, ids, num_evictable, num_tokens, tail, tuple(slots))
 
     def _tail(self, node: Node, num_node_blocks: int, token_ids: Sequence[int]) -> Tail | None:
         """Which block after this place begins with most of `token_ids`; None if there is none."""

@@ -33,7 +33,8 @@ def check(cache: RadixCache) -> None:
         if node.pins == 0 and not (node.children if node.in_tier else resident):
             assert id(node) in queued, "an unpinned leaf can't be found for eviction"
     assert all(root.children for root in cache._roots.values()), "an empty root was kept"
-    assert cache._scopes == {root.node_id: scope for scope, root in cache._roots.items()}
+    scopes = {root.node_id: scope for scope, root in cache._roots.items()}
+    assert cache._scopes == scopes, "scopes are not those of the roots"
     block_ids = cache.block_ids()
     assert len(set(block_ids)) == len(block_ids), "a block is in the tree twice"
     assert cache._num_nodes == len(nodes), "the number of nodes is wrong"

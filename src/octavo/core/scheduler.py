@@ -9,12 +9,14 @@ budget, max_model_len and the free blocks (R6-R9).
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from heapq import heappop, heappush
 
 from ..config import CacheConfig, SchedulerConfig
 from ..messages import (
+    SMALL_MODEL,
     KeptRun,
+    ModelCosts,
     NewRequest,
     ScheduledRequest,
     SchedulerOutput,
@@ -26,12 +28,12 @@ from ..request import Request, Status
 from .admission import Admission
 from .audit import audit
 from .batching import BATCHING_MODES
-from .event_log import EventLog
+from .event_log import EventLog, Reason
 from .journal import Journal
-from .kv_cache_manager import make_kv_manager
+from .kv_cache_manager import KV_MANAGERS
 from .limits import Limits
 from .policy import by_name
-from .preemption import PREEMPTION_MODES, VICTIM_POLICIES, Means, lose
+from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
 from .radix_cache import Match
 from .rates import Rates
 from .stats import SchedulerStats, stats_of
@@ -73,6 +75,7 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         num_slots: tuple[int, int] = (0, 0),
+        costs: ModelCosts = SMALL_MODEL,
         event_log: EventLog | None = None,
     ) -> None:
         """`num_slots`: room for blocks in the tiers below the pool, RAM and file."""
@@ -80,23 +83,22 @@ class Scheduler:
         self.config = config
         self.event_log = EventLog() if event_log is None else event_log
         self.journal = Journal(self.event_log)
-        self.kv = make_kv_manager(
-            cache_config, num_blocks, max_model_len, self.event_log, num_slots=sum(num_slots)
-        )
-        self.rates = Rates(num_slots[0], config.token_budget)
-        chunked = config.enable_chunked_prefill
-        self.limits = Limits(
-            max_model_len, self.kv.capacity, None if chunked else config.token_budget
-        )
+        capacity = num_blocks * cache_config.block_size
+        max_prompt_tokens = None if config.enable_chunked_prefill else config.token_budget
+        self.limits = Limits(max_model_len, capacity, max_prompt_tokens)
+        self.rates = Rates(num_slots, config.token_budget, costs)
+        manager = KV_MANAGERS[cache_config.kv_reservation]
+        self.kv = manager(cache_config, self.limits, self.rates, self.event_log)
         self.requests: dict[int, Request] = {}
         """Live ones, by id."""
         self.running: dict[int, Request] = {}
         """By id, in order of admission."""
         order = by_name("scheduling_policy", config.scheduling_policy, WAITING_ORDERS)
         self.waiting = order(config)
-        self.victims = by_name("victim_policy", config.victim, VICTIM_POLICIES)()
         means = by_name("preemption_mode", config.preemption_mode, PREEMPTION_MODES)
         self._preemption = means(config, self.rates)
+        victims = by_name("victim_policy", config.victim, VICTIM_POLICIES)
+        self.victims = victims(lambda request: self._preemption.cost(request, self.kv))
         self.batching = by_name("batching_mode", config.batching_mode, BATCHING_MODES)()
         self.free_rows = list(range(config.max_num_seqs))
         """Heap: the worker's persistent rows that nobody has."""
@@ -192,7 +194,7 @@ class Scheduler:
         entry = draft.entries.pop(victim, None)
         if entry is not None:  # it was placed in this very step (C7)
             draft.budget += entry.num_new_tokens
-        self._preempt(victim, needy, self._preemption.preempt)
+        self._preempt(victim, needy)
 
     def import_prefixes(self, runs: list[KeptRun]) -> None:
         """Begin with cached prefixes that the tiers hold already."""
@@ -204,15 +206,15 @@ class Scheduler:
         if request is None:
             return False
         assert not self.in_flight, "a step is in flight"
-        self._preempt(request, request, self._preemption.preempt)
+        self._preempt(request, request)
         return True
 
-    def _preempt(self, victim: Request, needy: Request, means: Means) -> None:
+    def _preempt(self, victim: Request, needy: Request) -> None:
         self.journal.preempt(victim, needy)
         del self.running[victim.request_id]
         if not self.running:
             self._drop_padding()
-        means(victim, self.kv)
+        self._preemption.preempt(victim, self.kv)
         self._free_row(victim)
         victim.status = Status.PREEMPTED
         victim.num_preemptions += 1
@@ -233,7 +235,7 @@ class Scheduler:
         row = request.row = heappop(self.free_rows)
         request.status = RUNNING
         self.running[request.request_id] = request
-        draft.starts.append(new_request(request))
+        draft.starts.append(request.start_message())
         draft.entries[request] = ScheduledRequest(
             row, num_hits, num_new, end == request.num_tokens, tuple(request.block_ids)
         )
@@ -259,12 +261,15 @@ class Scheduler:
                 continue
             request_id = request.request_id
             if faults and entry.row in faults:
-                _, message, retry = faults[entry.row]
+                _, message, retry, refused = faults[entry.row]
                 if retry:
-                    self._preempt(request, request, lose)
+                    self.event_log.record(Reason.LOST, request.request_id)
+                    self.kv.free(request, publish=False)
+                    request.num_computed_tokens = 0
+                    self._preempt(request, request)
                     continue
                 self._end(request, "error", message)
-                events.append(TokenEvent(request_id, (), (), "error", None, message))
+                events.append(TokenEvent(request_id, (), (), "error", None, message, refused))
                 continue
             request.num_computed_tokens = entry.num_computed_tokens + entry.num_new_tokens
             if scored and entry.row in scored:
@@ -279,18 +284,25 @@ class Scheduler:
             elif entry.num_new_tokens > 1 or entry.num_computed_tokens < request.num_prompt_tokens:
                 # A prefill is done, and its last row, which attends to all others, was good.
                 self.kv.publish(request)
-            events.append(
-                TokenEvent(
-                    request_id,
-                    (token_id,),
-                    () if logprobs is None else (logprobs,),
-                    finish_reason,
-                    stop_reason,
-                )
-            )
+            parts = () if logprobs is None else (logprobs,)
+            events.append(TokenEvent(request_id, (token_id,), parts, finish_reason, stop_reason))
         if not self.running:
             self._drop_padding()
         return events
+
+    def extend(self, request_id: int, token_ids: Sequence[int]) -> TokenEvent:
+        """Append tokens that nobody has to sample to a running request, between two steps; later
+        steps compute them like any that are known. Those behind an end are left out."""
+        request = self.requests[request_id]
+        num_before, stop_reason = len(request.token_ids), None
+        for token_id in token_ids:
+            request.token_ids.append(token_id)
+            finish_reason, stop_reason = find_stop(request, token_id, self.limits.max_model_len)
+            if finish_reason is not None:
+                self._end(request, finish_reason)
+                break
+        added = tuple(request.token_ids[num_before:])
+        return TokenEvent(request_id, added, (), request.finish_reason, stop_reason)
 
     def finish(self, request_id: int, reason: str) -> bool:
         """End a request from outside (abort, a stop string): False if it is not live any more.
@@ -365,18 +377,3 @@ class Scheduler:
     def audit(self) -> None:
         """Recount everything from scratch; an AssertionError is a bug of ours."""
         audit(self)
-
-
-def new_request(request: Request) -> NewRequest:
-    """All that the worker has to know of a request that starts or resumes."""
-    assert request.row is not None
-    return NewRequest(
-        request.row,
-        request.request_id,
-        tuple(request.token_ids),
-        request.num_prompt_tokens,
-        request.params,
-        request.seed,
-        request.eos_token_ids,
-        len(request.prompt_logprobs),
-    )

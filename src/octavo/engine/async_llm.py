@@ -255,8 +255,12 @@ class AsyncLLM:
             return self._commands.get(timeout=IDLE_AUDIT_SECONDS)
         except queue.Empty:
             self._engine.core.scheduler.audit()
-            self._engine.core.keep_prefixes()
-            return self._commands.get()
+            self._compilers.submit(self._engine.core.grammars.warm_up)
+        keep, go_on = self._engine.core.prefixes.keep, self._commands.empty
+        while (seconds := keep(go_on=go_on)) is not None:
+            with suppress(queue.Empty):
+                return self._commands.get(timeout=seconds)
+        return self._commands.get()
 
     def _add(self, stream: AnswerStream, requests: list[Request]) -> list[StreamEvent]:
         self._streams[stream.request_id] = stream

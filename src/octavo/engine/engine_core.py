@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -18,6 +17,7 @@ from ..worker.executor import Executor
 from .grammar import Grammars
 from .metrics import Metrics
 from .output_processor import OutputProcessor
+from .prefix_keeper import PrefixKeeper
 from .queue_limits import QueueLimits
 from .tokenizer import Tokenizer
 
@@ -46,11 +46,7 @@ class EngineCore:
         self.metrics = metrics
         self.now = now
         self.outputs = OutputProcessor(tokenizer, metrics, self._finish, now)
-        self._prefix_file: str | None = None
-        """Where cached prefixes outlive the engine, every so many seconds written anew."""
-        self._keep_seconds = self._next_keep = math.inf
-        self._kept_version = 0
-        """Of the tree of prefixes, as it is in the file."""
+        self.prefixes = PrefixKeeper(scheduler, executor, now)
         self.queue = QueueLimits(scheduler.config)
         """For front ends that turn requests away; those that enter leave it here."""
         self._deadlines: list[tuple[float, int, bool]] = []
@@ -92,8 +88,8 @@ class EngineCore:
 
     def step(self) -> list[StreamEvent]:
         """Schedule, compute, and give each request that moved its event."""
-        if self._next_keep <= self.now():
-            self.keep_prefixes()
+        if self.prefixes.due <= self.now():
+            self.prefixes.keep()
         expired = self._expire() if self._deadlines else []
         plan = self.scheduler.schedule()
         if not (plan.scheduled or plan.transfers):
@@ -126,8 +122,8 @@ class EngineCore:
         return events
 
     def _constrained(self, event: TokenEvent) -> TokenEvent:
-        """The event, with the end that its grammar puts there."""
-        taken = self.grammars.advance(event)
+        """The event, with the tokens and the end that its grammar puts there."""
+        taken = self.grammars.advance(event, self.scheduler.extend)
         if taken.finish_reason != event.finish_reason:
             reason = "error" if taken.error is not None else "stop"
             self.scheduler.finish(event.request_id, reason)
@@ -144,29 +140,10 @@ class EngineCore:
         self.metrics.stepped(plan.num_scheduled_tokens, len(result.faults))
         return self.outputs.process(events)
 
-    def begin_with_prefixes(self, path: str, keep_seconds: float) -> None:
-        """Begin with the prefixes that are kept in a file, and keep them there."""
-        self.scheduler.import_prefixes(self.executor.load_prefixes(path))
-        self._prefix_file, self._keep_seconds = path, keep_seconds or math.inf
-        self._next_keep = self.now() + self._keep_seconds
-        self._kept_version = self.scheduler.kv.cache.version
-
-    def keep_prefixes(self) -> None:
-        """Write cached prefixes to their file, if there is one and they have changed."""
-        version = self.scheduler.kv.cache.version
-        if self._prefix_file is not None and version != self._kept_version:
-            try:
-                runs = self.scheduler.kv.export_prefixes()
-                self.executor.save_prefixes(self._prefix_file, runs)
-            except OSError as error:
-                logger.error("prefix cache not kept in %s: %s", self._prefix_file, error)
-            self._kept_version = version
-        self._next_keep = self.now() + self._keep_seconds
-
     def close(self, *, healthy: bool = True) -> None:
         """Keep cached prefixes, if that is wanted, and give back the executor's memory."""
         if healthy:
-            self.keep_prefixes()
+            self.prefixes.keep(at_once=True)
         self.executor.close()
 
     def _compute(self, plan: SchedulerOutput) -> StepResult:

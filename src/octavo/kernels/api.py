@@ -158,7 +158,7 @@ class Kernels(Protocol):
     """None: the sampler's own numpy is all there is."""
 
     stored_kinds: frozenset[str]
-    """Formats of model files (Q8_0, Q4_1, ...) that pack_stored keeps as they are; may be empty."""
+    """Formats of model files (Q8_0, Q4_1, ...) that pack_stored takes; may be empty."""
 
     def describe(self) -> dict[str, str]:
         """What runs, for the start-up report: isa level, threads, dtype."""
@@ -181,7 +181,8 @@ class Kernels(Protocol):
         ...
 
     def pack_stored(self, parts: Sequence[StoredRows], in_features: int) -> Linear | None:
-        """Pack weights stacked along N in their stored formats, all in `stored_kinds`.
+        """Pack weights stacked along N in their stored formats, all in `stored_kinds`: kept in
+        them, or brought into the form that pack_linear gives.
 
         Products equal those of the same weights dequantised and given to pack_linear. None where
         the parts can't be put together: the caller dequantises then.

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ..errors import RequestError
 from ..kernels.api import Array
 from ..messages import RowFault, SampledToken, TokenLogprobs
 from .constraints import apply_constraints, keep_masked
@@ -26,7 +27,7 @@ _SLACK = 1 + 2.0**-12
 
 
 class NothingToSample(Exception):
-    """No token of the row is possible; the text is for the user."""
+    """The model, or a plug-in, leaves no token possible; the text is for the user."""
 
 
 class Sampler:
@@ -95,7 +96,7 @@ class Sampler:
         params = state.params
         best = int(logits.argmax())
         if logits[best] == -np.inf:
-            raise NothingToSample(
+            raise RequestError(
                 "no token is left to sample: grammar, allowed_token_ids, min_tokens, stop ids, "
                 "bad_words and logit_bias together bar them all"
             )
@@ -188,6 +189,8 @@ def guarded(
         return sample(logits, state)
     except NothingToSample as error:
         return RowFault(state.row, str(error))
+    except RequestError as error:
+        return RowFault(state.row, str(error), refused=True)
     except Exception as error:
         logger.exception("sampling failed for request %d", state.request_id)
         return RowFault(state.row, f"sampling failed: {type(error).__name__}: {error}")

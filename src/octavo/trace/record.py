@@ -11,14 +11,22 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from ..config import CacheConfig, SchedulerConfig
 from ..core.scheduler import Scheduler
 from ..errors import ConfigError
-from ..messages import KeptRun, SampledToken, SchedulerOutput, StepResult, TokenEvent
+from ..messages import (
+    SMALL_MODEL,
+    KeptRun,
+    ModelCosts,
+    SampledToken,
+    SchedulerOutput,
+    StepResult,
+    TokenEvent,
+)
 from ..request import Request
 from ..sampling_params import SamplingParams
 from .pseudonyms import Pseudonyms, State
@@ -63,6 +71,7 @@ class RecordingScheduler(Scheduler):
         num_blocks: int,
         max_model_len: int,
         num_slots: tuple[int, int] = (0, 0),
+        costs: ModelCosts = SMALL_MODEL,
         write: Callable[[str], object],
         hashed: bool = False,
         now: Callable[[], float] = time.monotonic,
@@ -74,6 +83,7 @@ class RecordingScheduler(Scheduler):
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             num_slots=num_slots,
+            costs=costs,
         )
         self.recorder = Recorder(write, hashed=hashed, now=now)
         self.recorder.line(
@@ -81,7 +91,12 @@ class RecordingScheduler(Scheduler):
             FORMAT,
             asdict(scheduler_config),
             asdict(cache_config),
-            {"num_blocks": num_blocks, "max_model_len": max_model_len, "num_slots": num_slots},
+            {
+                "num_blocks": num_blocks,
+                "max_model_len": max_model_len,
+                "num_slots": num_slots,
+                "costs": costs,
+            },
         )
 
     def add(self, request: Request) -> None:
@@ -96,6 +111,14 @@ class RecordingScheduler(Scheduler):
             self.recorder.line("finish", request_id, reason)
             self.recorder.forget(request_id)
         return live
+
+    def extend(self, request_id: int, token_ids: Sequence[int]) -> TokenEvent:
+        """Append tokens that nobody has to sample."""
+        self.recorder.extend(self.requests[request_id], token_ids)
+        event = super().extend(request_id, token_ids)
+        if event.finish_reason is not None:
+            self.recorder.forget(request_id)
+        return event
 
     def preempt(self, request_id: int) -> bool:
         """Make a running request yield between two steps."""
@@ -171,16 +194,21 @@ class Recorder:
             runs = [run._replace(scope=name(run.scope), token_ids=new) for run, new in hidden]
         self.line("kept", runs)
 
+    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
+        tokens = [self._token(request, token_id) for token_id in token_ids]
+        self.line("extend", request.request_id, tokens)
+
     def plan(self, plan: SchedulerOutput) -> None:
         self.line("plan", plan_record(plan), round(self._now() - self._start, 6))
 
     def result(self, result: StepResult, requests: dict[int, Request]) -> None:
         """`requests`: by row, of this step."""
-        hide = self._pseudonyms
-        sampled: list[tuple[int, ...]] = [(row, token_id) for row, token_id, _ in result.sampled]
-        if hide is not None:
-            sampled = [self._hidden(row, requests[row], token_id) for row, token_id in sampled]
-        messages = (fault.message if hide is None else "fault" for fault in result.faults)
+        sampled = [
+            (row, *self._token(requests[row], token_id)) for row, token_id, _ in result.sampled
+        ]
+        messages = (
+            fault.message if self._pseudonyms is None else "fault" for fault in result.faults
+        )
         faults = [
             (fault.row, message, fault.retry)
             for fault, message in zip(result.faults, messages, strict=True)
@@ -188,16 +216,17 @@ class Recorder:
         scored = [(part.row, len(part.logprobs)) for part in result.prompt_logprobs]
         self.line("result", result.step, sampled, faults, result.timing, scored)
 
-    def _hidden(self, row: int, request: Request, token_id: int) -> tuple[int, int, int]:
-        """Row, number and whether it may end the answer; of one that has ended only the row."""
+    def _token(self, request: Request, token_id: int) -> tuple[int, ...]:
+        """Itself; or hashed: its number, and whether it may end the answer."""
+        if self._pseudonyms is None:
+            return (token_id,)
         state = self._states.get(request.request_id)
         if state is None:
-            return row, 0, 0
-        assert self._pseudonyms is not None
+            return 0, 0
         self._states[request.request_id], (number,) = self._pseudonyms.extend(state, (token_id,))
         ends = ENDS_AS_EOS * (token_id in request.eos_token_ids)
         ends += ENDS_AS_STOP * (token_id in request.params.stop_token_ids)
-        return row, number, ends
+        return number, ends
 
 
 def request_record(request: Request) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ..core.scheduler import Scheduler
 from ..errors import OctavoError
 from ..messages import (
     KeptRun,
+    ModelCosts,
     PromptLogprobs,
     RowFault,
     SchedulerOutput,
@@ -92,8 +93,9 @@ class Player:
             raise ValueError(f"this is no recording of format {FORMAT}")
         scheduler, cache, sizes = head[2:]
         counts = (sizes["num_blocks"], *sizes["num_slots"], scheduler["max_num_seqs"])
-        if not all(0 <= count <= MAX_SIZE for count in counts):
+        if len(counts) != 4 or not all(0 <= count <= MAX_SIZE for count in counts):
             raise ValueError(f"sizes of {counts} can't be")
+        sizes["costs"] = ModelCosts(*as_tuples(sizes["costs"]))
         self.scheduler = Scheduler(SchedulerConfig(**scheduler), CacheConfig(**cache), **sizes)
         self.num_steps = 0
         self._plans: dict[int, SchedulerOutput] = {}
@@ -110,6 +112,10 @@ class Player:
             case "finish", (request_id, reason):
                 if not self.scheduler.finish(request_id, reason):
                     return f"request {request_id} ended ({reason}) while it ran; now it is gone"
+            case "extend", (request_id, tokens):
+                for token in tokens:
+                    end_as_recorded(self._requests[request_id], *token)
+                self.scheduler.extend(request_id, [token_id for token_id, *_ in tokens])
             case "preempt", (request_id,):
                 self.scheduler.preempt(request_id)
             case "plan", (recorded, *_):
@@ -120,7 +126,11 @@ class Player:
             case "kept", (runs,):
                 self.scheduler.import_prefixes([KeptRun(*as_tuples(run)) for run in runs])
             case "result", (step, sampled, faults, timing, scored):
-                self._end_as_recorded(self._plans[step], sampled)
+                plan = self._plans.pop(step)
+                tokens_of = {row: token for row, *token in sampled}
+                requests = self.scheduler.in_flight.get(step, ())
+                for entry, request in zip(plan.scheduled, requests, strict=False):
+                    end_as_recorded(request, *tokens_of.get(entry.row, (0,)))
                 result = StepResult(
                     step,
                     sampled_tokens(sampled),
@@ -128,22 +138,19 @@ class Player:
                     tuple(PromptLogprobs(row, (NO_SCORE,) * count) for row, count in scored),
                     Timing(*as_tuples(timing)) if timing else None,
                 )
-                self.scheduler.update_from_output(self._plans.pop(step), result)
+                self.scheduler.update_from_output(plan, result)
             case _:
                 raise ValueError(f"{kind} is no kind of line")
         return None
 
-    def _end_as_recorded(self, plan: SchedulerOutput, sampled: list[list[int]]) -> None:
-        """A hashed token says itself whether it is one of those that end its request."""
-        ends = {row: (token_id, *flags) for row, token_id, *flags in sampled if flags}
-        requests = self.scheduler.in_flight.get(plan.step, ())
-        for entry, request in zip(plan.scheduled, requests, strict=False):
-            token_id, flags = ends.get(entry.row, (0, 0))
-            if flags & ENDS_AS_EOS:
-                request.eos_token_ids = (*request.eos_token_ids, token_id)
-            if flags & ENDS_AS_STOP:
-                stop_token_ids = (*request.params.stop_token_ids, token_id)
-                request.params = replace(request.params, stop_token_ids=stop_token_ids)
+
+def end_as_recorded(request: Request, token_id: int, flags: int = 0) -> None:
+    """A hashed token says itself whether it is one of those that end its request."""
+    if flags & ENDS_AS_EOS:
+        request.eos_token_ids = (*request.eos_token_ids, token_id)
+    if flags & ENDS_AS_STOP:
+        stop_token_ids = (*request.params.stop_token_ids, token_id)
+        request.params = replace(request.params, stop_token_ids=stop_token_ids)
 
 
 def make_request(record: dict[str, Any], leader: Request | None = None) -> Request:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..checkpoint import Checkpoint
-from ..config import EngineConfig
+from ..config import EngineConfig, must_fit
 from ..errors import ConfigError
 from ..kernels.api import Kernels, load_backend
 from ..models.batch import trace_batches
@@ -33,6 +33,12 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         max_num_seqs=max_num_seqs,
     )
     tiers = Tiers(config.cache, storage.kv_cache)
+    with must_fit("max_num_seqs", max_num_seqs, f"so many rows of {max_model_len} tokens"):
+        rows = InputBatch(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=config.cache.block_size,
+        )
     with kernels.open_packed(checkpoint):
         model = build_model(
             checkpoint,
@@ -47,13 +53,9 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         model,
         tiers,
         kernels.make_arena(),
-        InputBatch(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=config.cache.block_size,
-        ),
+        rows,
         sampler=make_sampler(model.config.vocab_size, kernels.sampling),
-        new_row_state=RowState.from_new_request,
+        new_row_state=RowState,
         forward=captured,
     )
     report = describe(checkpoint, kernels, model, storage)

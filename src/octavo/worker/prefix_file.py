@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -26,7 +26,7 @@ import numpy as np
 from .. import __version__
 from ..checkpoint import Checkpoint
 from ..config import EngineConfig
-from ..durable import replacing
+from ..durable import Postponed, refusal, replacing
 from ..errors import ConfigError
 from ..kernels.api import Kernels
 from ..messages import KeptRun
@@ -77,8 +77,11 @@ def _code(thing: object) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix in (".py", ".so"))
 
 
-def save_prefixes(path: str, runs: Sequence[KeptRun], mark: str, tiers: Tiers) -> None:
-    """Replace the file at `path`. Raises OSError; then the old one is still there.
+def save_prefixes(
+    path: str, runs: Sequence[KeptRun], mark: str, tiers: Tiers, *, go_on: Callable[[], bool]
+) -> None:
+    """Replace the file at `path`. Raises OSError, or Postponed once `go_on` says no; then the old
+    one is still there.
 
     Runs that can't be read any more are left out, with those that follow them.
     """
@@ -88,6 +91,8 @@ def save_prefixes(path: str, runs: Sequence[KeptRun], mark: str, tiers: Tiers) -
     with replacing(path) as file:
         file.seek(HEAD_SIZE)
         for number, run in enumerate(runs):
+            if not go_on():
+                raise Postponed
             found = (tiers.read(place, run.in_tier) for place in run.places)
             blocks = [block.tobytes() for block in found if block is not None]
             if len(blocks) == len(run.places) and run.parent in index_of:
@@ -109,13 +114,10 @@ def load_prefixes(path: str, mark: str, tiers: Tiers) -> list[KeptRun]:
     Nothing is taken from a file that is not whole, or that another model, backend or version
     wrote: a line in the log says why. Raises ConfigError where no file could be written later.
     """
-    place = Path(path)
-    if place.exists() and not place.is_file():  # opening a pipe would wait for its other end
-        raise ConfigError("prefix_cache_file", path, "a file")
-    if not os.access(place.absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError("prefix_cache_file", path, "in a folder that can be written")
+    if wanted := refusal(path):
+        raise ConfigError("prefix_cache_file", path, wanted)
     try:
-        with place.open("rb") as file:
+        with open(path, "rb") as file:
             runs = _read(file, mark, tiers)
     except FileNotFoundError:
         return []

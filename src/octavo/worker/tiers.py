@@ -19,7 +19,7 @@ import numpy as np
 from ..config import CacheConfig
 from ..errors import ConfigError
 from ..kernels.api import Array, KVCache
-from ..messages import Moved, Transfer
+from ..messages import Moved, TierUse, Transfer
 
 logger = logging.getLogger("octavo")
 
@@ -59,6 +59,8 @@ class Tiers:
         """Rows of either that are free: the last one given back leaves first."""
         self._took: dict[tuple[str, int], tuple[int, float]] = {}
         """Blocks and seconds of the step, by kind and tier."""
+        self._moved: dict[tuple[str, int], tuple[int, float]] = {}
+        """The same since the start."""
         self._is_failing = False
         """The last write to the file failed, and that was said."""
         self._file: int | None = None
@@ -71,10 +73,10 @@ class Tiers:
             wanted = f"a folder that can be written: {error.strerror}"
             raise ConfigError("file_tier_dir", where, wanted) from None
 
-    @property
-    def num_used(self) -> tuple[int, int]:
-        """Blocks in RAM, and in the file."""
-        return len(self._rows[RAM]), len(self._rows[FILE])
+    def use(self) -> TierUse:
+        """How full RAM and file are; from any thread."""
+        num_used = (len(self._rows[RAM]), len(self._rows[FILE]))
+        return TierUse(self.block_nbytes, self.num_slots, num_used, self._moved.copy())
 
     def close(self) -> None:
         """Give back RAM and file."""
@@ -91,17 +93,21 @@ class Tiers:
         try:
             for kind, source, target in transfers:
                 start = perf_counter()
-                tier = self._move(kind, source, target)
-                if tier is None:
-                    lost.add(target)
-                else:
+                is_lost = source in lost and kind in ("copy", "store")  # of what was lost
+                tier = None if is_lost else self._move(kind, source, target)
+                if tier is not None:
                     self._note(kind, tier, start)
+                elif kind != "store":
+                    lost.add(target)
                 num_done += 1
         except BaseException:  # Ctrl-C: what was not stored must not be read
             for kind, _, target in transfers[num_done:]:
                 if kind in ("store", "drop"):
                     self.drop(target)
             raise
+        for key, (num, seconds) in self._took.items():
+            num_before, seconds_before = self._moved.get(key, (0, 0.0))
+            self._moved[key] = (num_before + num, seconds_before + seconds)
         took = self._took.items()
         return lost, tuple(Moved(*key, num, round(seconds * 1e6)) for key, (num, seconds) in took)
 
@@ -127,12 +133,19 @@ class Tiers:
         """A block of the pool, or of a slot; valid until the next call. None: unreadable."""
         if not in_tier:
             self.kv_cache.save_block(place, self._block)
-        elif place in self._rows[RAM]:
-            row: Array = self._ram[self._rows[RAM][place]]
-            return row
-        elif not self._read_file(place):
+            return self._block
+        if place in self._rows[RAM]:
+            block: Array = self._ram[self._rows[RAM][place]]
+            return block
+        row = self._rows[FILE].get(place)
+        if row is None or self._file is None:
             return None
-        return self._block
+        try:
+            num_bytes = os.preadv(self._file, [self._block.data], row * len(self._block))
+        except OSError as error:
+            logger.error("reading K/V from the file tier failed: %s", error)
+            return None
+        return self._block if num_bytes == len(self._block) else None
 
     def fill(self, slot: int, write: Callable[[Array], object]) -> int:
         """Have `write` put a block into a slot. The tier that took part: the file where another
@@ -175,18 +188,6 @@ class Tiers:
             return
         self._is_failing = False
         self._rows[FILE][slot] = self._free[FILE].pop()
-
-    def _read_file(self, slot: int) -> bool:
-        """Read it into `_block`; False if it is not there."""
-        row = self._rows[FILE].get(slot)
-        if row is None or self._file is None:
-            return False
-        try:
-            start = row * len(self._block)
-            return os.preadv(self._file, [self._block.data], start) == len(self._block)
-        except OSError as error:
-            logger.error("reading K/V from the file tier failed: %s", error)
-            return False
 
     def describe(self) -> str:
         """For the start-up report."""

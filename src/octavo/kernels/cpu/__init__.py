@@ -24,7 +24,7 @@ def make_kernels(
     threads: size of the process-wide team (None: every CPU that this process may use).
     isa: a level of available_levels() (None: the environment's OCTAVO_ISA, else the best).
     dtype: of activations, weights and KV cache; "auto" is bfloat16.
-    quantization: "int8" brings every linear weight to int8, with a scale per 32 values of a row;
+    quantization: "int8" brings every linear weight to int8, with one scale per row;
         "stored" keeps weights that a model file holds quantised as they are.
     packed_cache: auto, map, copy or off; see packed.py.
     huge_pages: ask for them, for what is allocated from now on.

@@ -56,8 +56,9 @@ class CpuKernels:
         self.isa = level
         self.dtype: Any = dtype
         self.kv_cache_dtypes = (str(dtype), "int8")
-        kinds = _native.stored_kinds() if quantization == "stored" else []
-        self.stored_kinds = frozenset(kinds) - {"F32"}
+        self._keeps_stored = quantization == "stored"
+        plain = {"F32", "F16", "BF16"} if self._keeps_stored else set()
+        self.stored_kinds = frozenset(_native.stored_kinds()) - plain
         self._int8 = quantization == "int8"
         self._packed_kinds: set[str] = set()
         self._packing = (level, str(dtype), quantization)
@@ -109,33 +110,43 @@ class CpuKernels:
 
     def pack_linear(self, weight: Array) -> Linear:
         """float32 [N, K] into panels of 32 output columns, in parallel."""
-        self._packed_kinds.add("int8" if self._int8 else str(self.dtype))
-        if self._int8:
-            rows = np.ascontiguousarray(weight, np.float32)
-            stored = rows.view(np.uint8)
-            return cast(Linear, self._native_ops().pack_stored([stored], ["F32"], rows.shape[1]))
-        return cast(Linear, self._native_ops().pack_linear(weight))
+        if not self._int8:
+            self._packed_kinds.add(str(self.dtype))
+            return cast(Linear, self._native_ops().pack_linear(weight))
+        rows = np.ascontiguousarray(weight, np.float32)
+        return self._pack([StoredRows("F32", rows.view(np.uint8))], rows.shape[1])
 
     def pack_stored(self, parts: Sequence[StoredRows], in_features: int) -> Linear | None:
-        """Stored blocks into panels of 32 columns; None for formats that meet inside a panel."""
-        kinds = [part.kind for part in parts]
+        """Stored blocks into panels of 32 columns, as they are or decoded, in parallel.
+
+        None for formats that would be kept as they are and meet inside a panel.
+        """
         whole = all(len(part.rows) % PANEL == 0 for part in parts[:-1])
-        if not whole and len(set(kinds)) > 1:
+        if self._keeps_stored and not whole and len({part.kind for part in parts}) > 1:
             return None
-        self._packed_kinds.update(kinds)
+        return self._pack(parts, in_features)
+
+    def _pack(self, parts: Sequence[StoredRows], in_features: int) -> Linear:
+        kinds = [part.kind for part in parts]
         rows = [np.ascontiguousarray(part.rows) for part in parts]
-        return cast(Linear, self._native_ops().pack_stored(rows, kinds, in_features))
+        ops = self._native_ops()
+        if self._keeps_stored or self._int8:
+            self._packed_kinds.update(["int8"] if self._int8 else kinds)
+            return cast(Linear, ops.pack_stored(rows, kinds, in_features, self._int8))
+        self._packed_kinds.add(str(self.dtype))
+        return cast(Linear, ops.pack_widened(rows, kinds, in_features))
 
     @contextmanager
     def open_packed(self, checkpoint: Checkpoint) -> Iterator[None]:
         """Files of weights as they are packed here, see packed.py."""
-        if self._packed_cache == "off":
-            yield
-            return
-        self._packed = packed = PackedCache(checkpoint, self._packing, self._packed_cache)
-        self._packed_kinds |= packed.kinds
+        packed = None
+        if self._packed_cache != "off":
+            self._packed = packed = PackedCache(checkpoint, self._packing, self._packed_cache)
+            self._packed_kinds |= packed.kinds
         yield
-        packed.close(self._packed_kinds)
+        if packed is not None:
+            packed.close(self._packed_kinds)
+        checkpoint.weights.release()
 
     def pack_once(self, key: str, pack: Callable[[], Linear]) -> Linear:
         """From the file that is open, or pack()."""

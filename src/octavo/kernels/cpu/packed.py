@@ -50,6 +50,8 @@ MIN_BYTES = 16 << 20
 SHARE_OF_DISK = 0.1
 """Of the disk that all these files may take; the ones used longest ago go first."""
 STALE_SECONDS = 3600.0
+PATIENCE = 2.0
+"""Seconds of waiting at exit before a line says what for."""
 PREFIX = ".packing-"
 
 
@@ -190,6 +192,7 @@ def _keep(path: Path, index: dict[str, Any], linears: Mapping[str, Linear]) -> N
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(path.parent)
         descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=path.parent)
+        _unfinished.add(name)
         try:
             try:
                 _write(descriptor, index, linears)
@@ -201,6 +204,8 @@ def _keep(path: Path, index: dict[str, Any], linears: Mapping[str, Linear]) -> N
             with suppress(OSError):
                 os.unlink(name)
             raise
+        finally:
+            _unfinished.discard(name)
         _remove_oldest(path)
         logger.info("packed weights are kept in %s", path)
     except OSError as error:
@@ -267,6 +272,7 @@ def _remove_stale(folder: Path) -> None:
 
 
 _writers: list[threading.Thread] = []
+_unfinished: set[str] = set()
 
 
 def _start(write: Callable[[], None]) -> None:
@@ -280,11 +286,24 @@ def _start(write: Callable[[], None]) -> None:
     thread.start()
 
 
-def wait() -> None:
-    """Until what is being written is written; at exit, too, unless interrupted."""
-    with suppress(KeyboardInterrupt):
-        while _writers:
-            _writers.pop().join()
+def wait(patience: float | None = None) -> None:
+    """Until what is being written is written; with patience, say so after so many seconds."""
+    while _writers:
+        writer = _writers.pop()
+        writer.join(patience)
+        if writer.is_alive():
+            logger.warning("keeping packed weights for the next start (Ctrl-C leaves that)")
+            writer.join()
 
 
-atexit.register(wait)
+def _finish() -> None:
+    """At exit."""
+    try:
+        wait(PATIENCE)
+    except KeyboardInterrupt:
+        for name in _unfinished:
+            with suppress(OSError):
+                os.unlink(name)
+
+
+atexit.register(_finish)
