@@ -181,7 +181,7 @@ public:
             require(part.rows > 0 && in_features > 0 &&
                         part.stride == row_bytes(part.kind, in_features),
                     "a stored part has rows of another size than in_features says");
-            const CellFormat format = cell_format(part.kind);
+            const CellFormat format = cell_format(part.kind, level_->decodes_cells);
             require(n % kPanel == 0 || formats.back() == format,
                     "parts of different formats must meet at a multiple of 32 rows");
             n += part.rows;
@@ -462,6 +462,10 @@ NB_MODULE(_native, m) {
     using namespace octavo;
     m.def("available_levels", &level_names);
     m.def("stored_kinds", &stored_kind_names);
+    m.def("decodes_stored", [](const std::string& level) {
+        const Level* found = find_level(level);
+        return found != nullptr && found->decodes_cells;
+    });
     m.def("num_threads", &num_threads);
     m.def(
         "set_num_threads",

@@ -252,9 +252,9 @@ class BackendConfig:
 
     quantization: str | None = None
     """Compute from quantised weights: int8 (any model, quantised at load, one scale per row of a
-    weight) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
-    too. int8 is faster everywhere, stored for few requests at a time. Default: weights as dtype
-    says."""
+    weight) or stored (what a GGUF file holds quantised stays as it is). Activations are quantised,
+    too, except for stored on AMX, which computes in bfloat16. Default: weights as dtype says; on
+    AMX stored, because the answers are the same."""
 
     def __post_init__(self) -> None:
         _check_types(self)

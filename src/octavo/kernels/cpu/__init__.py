@@ -22,7 +22,8 @@ def make_kernels(
     isa: a level of available_levels() (None: the environment's OCTAVO_ISA, else the best).
     dtype: of activations, weights and KV cache; "auto" is bfloat16.
     quantization: "int8" brings every linear weight to int8, with one scale per row;
-        "stored" keeps weights that a model file holds quantised as they are.
+        "stored" keeps weights that a model file holds quantised as they are. None does the same
+        on AMX, where the answers are those of weights widened at load.
     Raises ConfigError.
     """
     level = choose_level(isa)

@@ -49,11 +49,15 @@ class CpuKernels:
         *,
         quantization: str | None = None,
     ) -> None:
-        """quantization "int8": quantise what pack_linear gets; "stored": keep a file's formats."""
+        """quantization "int8": quantise what pack_linear gets; "stored": keep a file's formats.
+
+        None keeps them, too, where they give the answers of weights widened at load.
+        """
         self.isa = level
         self.dtype: Any = dtype
         self.kv_cache_dtypes = (str(dtype), "int8")
-        kinds = _native.stored_kinds() if quantization == "stored" else []
+        same = quantization is None and dtype == BFLOAT16 and _native.decodes_stored(level)
+        kinds = _native.stored_kinds() if same or quantization == "stored" else []
         self.stored_kinds = frozenset(kinds) - {"F32"}
         self._int8 = quantization == "int8"
         self._packed_kinds: set[str] = set()
