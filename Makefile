@@ -75,7 +75,7 @@ format: ## put Python and C++ into the form that check wants
 
 bench: ## every benchmark, then a mixed workload end to end (MODEL, ARGS; WORKLOAD=FILE for another)
 	$(SETUP) --model smollm2-135m
-	@for part in kernels intensity paging scheduler batching sampling; do \
+	@for part in kernels intensity paging scheduler batching sampling end_to_end; do \
 	    printf '\n== %s\n' $$part; $(BIN)/python benchmarks/$$part.py || exit; done
 	@printf '\n== mixed workload\n'
 	@mkdir -p build/bench && $(BIN)/python benchmarks/mixed_workload.py > build/bench/mixed.json

@@ -248,92 +248,10 @@ inline void amx_product(const bf16* a, i64 lda, i64 begin, i64 end, const Packed
     _mm_sfence();  // what was streamed is seen by whoever sees that this task is done
 }
 
-// Attention on tiles: 16 queries at a time, whole tiles always (a product costs the same with fewer
-// rows; what the rows past the last query hold reaches no other row).
-// Tiles 0-3 are sums; 4 and 6 are 32 deep, 5 and 7 are 16 deep: a unit of keys, or the rest of a
-// head_dim that is no multiple of 32.
+// Attention on tiles (attention_tiles.hpp).
 struct DotTiles {
     using A = bf16;
     using B = bf16;
 };
-
-inline void configure_attention() {
-    TileConfig config;
-    for (int i = 0; i < 8; ++i) {
-        config.rows[i] = i == 7 ? 8 : 16;
-        config.row_bytes[i] = i == 5 ? 32 : 64;
-    }
-    load_config(config);
-}
-
-// scores[16][stride] = q[16][dim] . K of up to 4 units of 16 keys, side by side.
-inline void amx_scores(const bf16* q, i64 dim, const bf16* const* k_units, i64 num_units,
-                       float* scores, i64 stride) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    i64 d = 0;
-    for (; d + 32 <= dim; d += 32) {
-        _tile_loadd(4, q + d, dim * 2);
-        _tile_loadd(6, k_units[0] + d * 16, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        if (num_units < 2) continue;
-        _tile_loadd(6, k_units[1] + d * 16, 64);
-        _tile_dpbf16ps(1, 4, 6);
-        if (num_units < 3) continue;
-        _tile_loadd(6, k_units[2] + d * 16, 64);
-        _tile_dpbf16ps(2, 4, 6);
-        if (num_units < 4) continue;
-        _tile_loadd(6, k_units[3] + d * 16, 64);
-        _tile_dpbf16ps(3, 4, 6);
-    }
-    if (d < dim) {
-        _tile_loadd(5, q + d, dim * 2);
-        _tile_loadd(7, k_units[0] + d * 16, 64);
-        _tile_dpbf16ps(0, 5, 7);
-        if (num_units > 1) _tile_loadd(7, k_units[1] + d * 16, 64);
-        if (num_units > 1) _tile_dpbf16ps(1, 5, 7);
-        if (num_units > 2) _tile_loadd(7, k_units[2] + d * 16, 64);
-        if (num_units > 2) _tile_dpbf16ps(2, 5, 7);
-        if (num_units > 3) _tile_loadd(7, k_units[3] + d * 16, 64);
-        if (num_units > 3) _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, scores, stride * 4);
-    if (num_units > 1) _tile_stored(1, scores + 16, stride * 4);
-    if (num_units > 2) _tile_stored(2, scores + 32, stride * 4);
-    if (num_units > 3) _tile_stored(3, scores + 48, stride * 4);
-}
-
-// values[16][dim] = p[16][stride] . V of the units.
-inline void amx_values(const bf16* p, i64 stride, const bf16* const* v_units, i64 num_units,
-                       i64 dim, float* values) {
-    for (i64 column = 0; column < dim; column += 64) {
-        const i64 tiles = min64(4, (dim - column) / 16);
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (i64 u = 0; u < num_units; ++u) {
-            const bf16* v = v_units[u] + column * 2;
-            _tile_loadd(5, p + u * kUnit, stride * 2);
-            _tile_loadd(7, v, dim * 4);
-            _tile_dpbf16ps(0, 5, 7);
-            if (tiles < 2) continue;
-            _tile_loadd(7, v + 32, dim * 4);
-            _tile_dpbf16ps(1, 5, 7);
-            if (tiles < 3) continue;
-            _tile_loadd(7, v + 64, dim * 4);
-            _tile_dpbf16ps(2, 5, 7);
-            if (tiles < 4) continue;
-            _tile_loadd(7, v + 96, dim * 4);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(0, values + column, dim * 4);
-        if (tiles > 1) _tile_stored(1, values + column + 16, dim * 4);
-        if (tiles > 2) _tile_stored(2, values + column + 32, dim * 4);
-        if (tiles > 3) _tile_stored(3, values + column + 48, dim * 4);
-    }
-}
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -8,94 +8,71 @@
 // with zeros there.
 #pragma once
 
-#include "elementwise.hpp"
+#include "attention_tiles.hpp"
+#include "key_units.hpp"
 #include "micro.hpp"
-#if defined(__AMX_BF16__)
-#include "amx.hpp"
-#endif
 
 namespace octavo::OCTAVO_LEVEL {
 
-constexpr i64 kTileKeys = 64;
-constexpr i64 kTileUnits = kTileKeys / kUnit;
 constexpr i64 kSplitKeys = 512;
-constexpr i64 kTileQueries = 48;  // query rows x heads that share one walk over K and V
+// Query rows x heads that share one walk over K and V: many read them seldom, few share out well.
+constexpr i64 kMinQueries = 48, kMaxQueries = 192;
 constexpr float kMinusInf = -__builtin_inff();
+constexpr float kLog2E = 1.44269504088896341f;
 
 #if defined(__AMX_BF16__)
 using AttentionBf16 = DotTiles;
-template <class D>
-constexpr bool kOnTiles = std::is_same_v<D, DotTiles>;
 #else
 using AttentionBf16 = DotPacked;
-template <class D>
-constexpr bool kOnTiles = false;
 #endif
 
-// Query rows [first_row, first_row + num_rows) of a request, for the heads that share a KV head.
-struct AttentionItem {
-    i64 request, kv_head, first_row, num_rows;
-};
-
-// Online softmax of `count` queries: running maximum, sum and weighted values.
+// Online softmax of queries, 16 at a time whether there are as many or not: running maximum of the
+// scores before they are scaled, sum, and weighted values.
 struct Softmax {
     float* m;
     float* l;
-    float* acc;  // [count][dim_padded]
+    float* acc;  // [count rounded up to 16][dim_padded]
+
+    static i64 floats(i64 count, i64 dim) { return round_up(count, 16) * (2 + dim); }
+    static Softmax at(float* memory, i64 count) {
+        const i64 room = round_up(count, 16);
+        return {memory, memory + room, memory + 2 * room};
+    }
 };
 
-inline i64 softmax_floats(i64 count, i64 dim) { return round_up(2 * count, 16) + count * dim; }
-
-inline Softmax softmax_at(float* memory, i64 count, i64 dim) {
-    (void)dim;
-    return {memory, memory + count, memory + round_up(2 * count, 16)};
-}
-
 template <class D>
-struct AttentionTask {
+struct AttentionTask : KeyUnits<D> {
     using A = typename D::A;
     using B = typename D::B;
+    using Units = KeyUnits<D>;
+    using Units::args, Units::dim, Units::item, Units::k_units, Units::quantised, Units::seq_len,
+        Units::v_units;
 
-    const AttentionArgs& args;
-    const AttentionItem& item;
-    i64 group, count, dim;   // heads a KV head, queries here, padded head_dim
-    i64 room;                // queries that the buffers below have room for: whole tiles
-    i64 first_len, seq_len;  // keys of the first row; of the request
-    A* q;                    // [room][dim]
-    float* scores;           // [room][kTileKeys]
-    A* p;                    // [room][kTileKeys]
-    VF* sums;                // [count] sums of p, lane by lane
-    float* alpha;            // [count]
-    float* values;           // [16][dim], on tiles only
-    B* gathered;             // [kTileUnits][2][kUnit * dim]
-    const B* k_units[kTileUnits];
-    const B* v_units[kTileUnits];
-    bool quantised = false;
-    float key_scales[kTileKeys], value_scales[kTileKeys];  // of int8 K and V
-    const AttentionItem* after = nullptr;  // the item that this thread most likely does next
-    const char* ahead[kTileUnits];         // units of the tile after this one
-    i64 num_ahead = 0, next_ahead = 0;
+    i64 group, count;     // heads a KV head; queries here
+    i64 first_len;        // keys of the first row
+    float log2_scale;     // of scores, to base 2
+    A* q;                 // [room][dim], room: count in whole tiles of 16
+    float* scores;        // [room][kTileKeys]
+    A* p;                 // [room][kTileKeys]
+    VF* sums;             // [room] sums of p, lane by lane
+    float* alpha;         // [room]
+    Softmax total, part;  // all splits; one
 
     i64 row_len(i64 query) const { return first_len + query / group; }
     i64 longest() const { return first_len + item.num_rows - 1; }
 
     static i64 scratch_bytes(i64 count, i64 dim) {
-        const i64 a = static_cast<i64>(sizeof(A)), b = static_cast<i64>(sizeof(B));
-        const i64 states = 2 * 4 * softmax_floats(count, dim);
-        count = round_up(count, 16);
-        return round_up(count * dim * a, 64) + count * kTileKeys * (4 + a) +
-               count * static_cast<i64>(sizeof(VF)) + round_up(count * 4, 64) +
-               2 * kTileKeys * dim * b + 16 * dim * 4 + 1024 + states;
+        const i64 a = static_cast<i64>(sizeof(A)), room = round_up(count, 16);
+        return room * (dim * a + kTileKeys * (4 + a) + static_cast<i64>(sizeof(VF)) + 4) +
+               2 * 4 * Softmax::floats(count, dim) + Units::copied_bytes(dim) + 1024;
     }
 
-    AttentionTask(const AttentionArgs& args, const AttentionItem& item, char*& memory)
-        : args(args), item(item) {
+    AttentionTask(const AttentionArgs& args, const AttentionItem& item, char* memory)
+        : Units(args, item) {
         group = args.query.heads / args.pool.num_heads;
         count = item.num_rows * group;
-        dim = args.pool.dim_padded;
-        quantised = args.pool.dtype == DType::i8;
-        room = kOnTiles<D> ? round_up(count, 16) : count;
-        seq_len = args.seq_lens[item.request];
+        log2_scale = args.scale * kLog2E;
+        const i64 room = round_up(count, 16);
         const i64 begin = args.query_start_loc[item.request];
         const i64 end = args.query_start_loc[item.request + 1];
         first_len = seq_len - (end - begin) + item.first_row + 1;
@@ -104,13 +81,15 @@ struct AttentionTask {
             memory += round_up(bytes, 64);
             return at;
         };
+        this->copies = reinterpret_cast<B*>(take(Units::copied_bytes(dim)));
         q = reinterpret_cast<A*>(take(room * dim * static_cast<i64>(sizeof(A))));
         scores = reinterpret_cast<float*>(take(room * kTileKeys * 4));
         p = reinterpret_cast<A*>(take(room * kTileKeys * static_cast<i64>(sizeof(A))));
-        sums = reinterpret_cast<VF*>(take(count * static_cast<i64>(sizeof(VF))));
-        alpha = reinterpret_cast<float*>(take(count * 4));
-        values = reinterpret_cast<float*>(take(kOnTiles<D> ? 16 * dim * 4 : 0));
-        gathered = reinterpret_cast<B*>(take(2 * kTileKeys * dim * static_cast<i64>(sizeof(B))));
+        sums = reinterpret_cast<VF*>(take(room * static_cast<i64>(sizeof(VF))));
+        alpha = reinterpret_cast<float*>(take(room * 4));
+        const i64 state = Softmax::floats(count, dim) * 4;
+        total = Softmax::at(reinterpret_cast<float*>(take(state)), count);
+        part = Softmax::at(reinterpret_cast<float*>(take(state)), count);
         load_queries(begin);
     }
 
@@ -119,181 +98,14 @@ struct AttentionTask {
             using X = std::remove_pointer_t<decltype(type)>;
             for (i64 i = 0; i < count; ++i) {
                 const i64 token = begin + item.first_row + i / group;
-                const X* in = args.query.head<X>(token, item.kv_head * group + i % group);
+                const X* in = args.query.template head<X>(token, item.kv_head * group + i % group);
                 for_vectors(args.query.dim, [&](i64 d, i64 n) {
                     store_some(q + i * dim + d, load_some(in + d, n), n);
                 });
                 for (i64 d = args.query.dim; d < dim; ++d) q[i * dim + d] = A{};
             }
+            for (i64 i = count * dim; i < round_up(count, 16) * dim; ++i) q[i] = A{};
         });
-    }
-
-    const B* head_of_block(i64 index) const {
-        const i64 block = args.block_table[item.request * args.block_table_stride + index];
-        return reinterpret_cast<const B*>(args.pool.head(block, args.layer, item.kv_head));
-    }
-
-    // An int8 unit in the form that attention computes in, without its scales: those of K count in
-    // the scores, those of V in p, once for each key instead of once for each number.
-    void expand_unit(const char* unit, B* out) const {
-        const auto* q = reinterpret_cast<const std::int8_t*>(unit);
-        if constexpr (sizeof(B) == 2) {  // int8 lies as bf16 does
-            for (i64 i = 0; i < 2 * kUnit * dim; i += VF::W) store_exact(out + i, load(q + i));
-        } else {
-            KvPool from = args.pool, to = args.pool;
-            from.block_size = to.block_size = kUnit;
-            to.dtype = to.compute;
-            for (i64 key = 0; key < kUnit; ++key) {
-                for (i64 d = 0; d < dim; ++d) {
-                    for (int value = 0; value < 2; ++value) {
-                        out[kv_offset(to, value != 0, key, d)] =
-                            static_cast<float>(q[kv_offset(from, value != 0, key, d)]);
-                    }
-                }
-            }
-        }
-    }
-
-    // Scales of 16 keys; zero past the end of the request, where they may be anything.
-    void find_scales(i64 u, i64 position) {
-        float* const to[2] = {key_scales + u * kUnit, value_scales + u * kUnit};
-        const i64 size = args.pool.block_size, count = min64(kUnit, seq_len - position);
-        const char* unit = args.pool.has_units() ? unit_at(item, position) : nullptr;
-        for (int value = 0; value < 2; ++value) {
-            if (unit != nullptr) {
-                std::memcpy(to[value], unit + kv_scale_offset(args.pool, value != 0, 0), kUnit * 4);
-            }
-            for (i64 key = 0; key < count && unit == nullptr; ++key) {
-                const i64 at = position + key;
-                const auto* head = reinterpret_cast<const char*>(head_of_block(at / size));
-                std::memcpy(to[value] + key,
-                            head + kv_scale_offset(args.pool, value != 0, at % size), 4);
-            }
-            for (i64 key = count; key < kUnit; ++key) to[value][key] = 0.0f;
-        }
-    }
-
-    const char* unit_at(const AttentionItem& of, i64 position) const {
-        const i64 size = args.pool.block_size;
-        const i64 block = args.block_table[of.request * args.block_table_stride + position / size];
-        return args.pool.head(block, args.layer, of.kv_head) +
-               position % size / kUnit * args.pool.unit_bytes();
-    }
-
-    // Notes where the next tile lies: of this item, else of the one after it.
-    void look_ahead(i64 tile, i64 end) {
-        num_ahead = next_ahead = 0;
-        // With many queries a tile the sums take far longer than the memory.
-        if (!args.pool.has_units() || count > 16) return;
-        const AttentionItem* of = &item;
-        i64 start = tile + kTileKeys;
-        if (start >= end) {
-            of = after;
-            start = 0;
-            if (of == nullptr) return;
-            end = args.seq_lens[of->request];
-        }
-        const i64 stop = min64(end, start + kTileKeys);
-        for (i64 at = start; at < stop; at += kUnit) ahead[num_ahead++] = unit_at(*of, at);
-    }
-
-    // Asks for the next `count` units of it: some at a time between the sums, because one burst
-    // would fill the buffers that the loads of this tile need.
-    void fetch_ahead(i64 count) {
-        const i64 bytes = args.pool.unit_bytes();
-        for (; count > 0 && next_ahead < num_ahead; --count, ++next_ahead) {
-            const char* unit = ahead[next_ahead];
-            for (i64 at = 0; at < bytes; at += 64) __builtin_prefetch(unit + at, 0, 2);
-        }
-    }
-
-    B stored(const B* head, bool value, i64 offset, i64 d) const {
-        const i64 at = kv_offset(args.pool, value, offset, d);
-        if (!quantised) return head[at];
-        const auto q = static_cast<float>(reinterpret_cast<const std::int8_t*>(head)[at]);
-        if constexpr (sizeof(B) == 4) {
-            return q;
-        } else {
-            return to_bf16(q);
-        }
-    }
-
-    // Rows of small blocks into one unit; keys past the end of the request are zero.
-    void gather_unit(i64 position, B* k_unit, B* v_unit) const {
-        KvPool unit = args.pool;
-        unit.block_size = kUnit;
-        unit.dtype = unit.compute;
-        B* base = k_unit;
-        (void)v_unit;
-        const i64 size = args.pool.block_size;
-        for (i64 key = 0; key < kUnit; ++key) {
-            const i64 at = position + key;
-            const B* head = at < seq_len ? head_of_block(at / size) : nullptr;
-            for (i64 d = 0; d < dim; ++d) {
-                B k{}, v{};
-                if (head != nullptr) {
-                    k = stored(head, false, at % size, d);
-                    v = stored(head, true, at % size, d);
-                }
-                base[kv_offset(unit, false, key, d)] = k;
-                base[kv_offset(unit, true, key, d)] = v;
-            }
-        }
-    }
-
-    void find_unit(i64 u, i64 position) {
-        const i64 size = kUnit * dim;
-        B* own = gathered + u * 2 * size;
-        if (quantised) find_scales(u, position);
-        if (!args.pool.has_units()) {
-            gather_unit(position, own, own + size);
-            k_units[u] = own;
-            v_units[u] = own + size;
-            return;
-        }
-        const char* unit_bytes = unit_at(item, position);
-        if (quantised) expand_unit(unit_bytes, own);
-        k_units[u] = quantised ? own : reinterpret_cast<const B*>(unit_bytes);
-        v_units[u] = k_units[u] + size;
-        if (quantised || position + kUnit <= seq_len) return;
-        // The unit that the request ends in: what lies past the end must not reach the sums.
-        KvPool unit = args.pool;
-        unit.block_size = kUnit;
-        std::memcpy(own + size, v_units[u], static_cast<std::size_t>(size) * sizeof(B));
-        for (i64 key = seq_len - position; key < kUnit; ++key) {
-            for (i64 d = 0; d < dim; ++d) own[kv_offset(unit, true, key, d)] = B{};
-        }
-        v_units[u] = own + size;
-    }
-
-#if defined(__AMX_BF16__)
-    void score_on_tiles(i64 first, i64 num_units) {
-        for (i64 i = first / 16 * 16; i < count; i += 16) {
-            amx_scores(q + i * dim, dim, k_units, num_units, scores + i * kTileKeys, kTileKeys);
-        }
-    }
-
-    void weigh_on_tiles(i64 first, i64 num_units, const Softmax& state) {
-        for (i64 i = first / 16 * 16; i < count; i += 16) {
-            amx_values(p + i * kTileKeys, kTileKeys, v_units, num_units, dim, values);
-            for (i64 row = max64(i, first); row < min64(i + 16, count); ++row) {
-                float* sum = state.acc + row * dim;
-                const float* more = values + (row - i) * dim;
-                const VF factor = set1(alpha[row]);
-                for (i64 d = 0; d < dim; d += VF::W) {
-                    store(sum + d, fma(load(sum + d), factor, load(more + d)));
-                }
-            }
-        }
-    }
-#endif
-
-    // scores[i][keys of num_units] = q[i] . K
-    void score(i64 first, i64 num_units) {
-#if defined(__AMX_BF16__)
-        if constexpr (kOnTiles<D>) return score_on_tiles(first, num_units);
-#endif
-        if constexpr (!kOnTiles<D>) score_on_vectors(first, num_units);
     }
 
     void score_on_vectors(i64 first, i64 num_units) {
@@ -322,22 +134,23 @@ struct AttentionTask {
     void soften(i64 i, i64 tile_start, i64 num_units, const Softmax& state) {
         const i64 limit = row_len(i) - tile_start, keys = num_units * kUnit;
         float* s = scores + i * kTileKeys;
-        const VF scale = set1(args.scale);
         VF top = set1(kMinusInf);
         for (i64 k = 0; k < keys; k += VF::W) {
-            VF value = mul(load(s + k), scale);
-            if (quantised) value = mul(value, load(key_scales + k));
+            VF value = load(s + k);
+            if (quantised) value = mul(value, load(this->key_scales + k));
             if (limit < k + VF::W) value = keep_first(value, max64(0, limit - k), kMinusInf);
             store(s + k, value);
             top = max(value, top);
         }
         const float tile_max = reduce_max(top);
         const float m = tile_max > state.m[i] ? tile_max : state.m[i];
-        const VF shrink = exp(set1(state.m[i] - m));
+        const VF shrink = exp2(set1((state.m[i] - m) * log2_scale));
+        const VF scale = set1(log2_scale), base = set1(-(m * log2_scale));
         VF sum = zero();
         for (i64 k = 0; k < keys; k += VF::W) {
-            const VF value = exp(sub(load(s + k), set1(m)));
-            store(p + i * kTileKeys + k, quantised ? mul(value, load(value_scales + k)) : value);
+            const VF value = exp2(fma(load(s + k), scale, base));
+            store(p + i * kTileKeys + k,
+                  quantised ? mul(value, load(this->value_scales + k)) : value);
             sum = add(sum, value);
         }
         sums[i] = fma(sums[i], shrink, sum);
@@ -345,14 +158,6 @@ struct AttentionTask {
         store(lanes, shrink);
         alpha[i] = lanes[0];
         state.m[i] = m;
-    }
-
-    // acc[i] = acc[i] * alpha[i] + p[i] . V
-    void weigh(i64 first, i64 num_units, const Softmax& state) {
-#if defined(__AMX_BF16__)
-        if constexpr (kOnTiles<D>) return weigh_on_tiles(first, num_units, state);
-#endif
-        if constexpr (!kOnTiles<D>) weigh_on_vectors(first, num_units, state);
     }
 
     void weigh_on_vectors(i64 first, i64 num_units, const Softmax& state) {
@@ -387,55 +192,101 @@ struct AttentionTask {
 
     void run_split(i64 split, const Softmax& state) {
         const i64 start = split * kSplitKeys, end = min64(start + kSplitKeys, longest());
-        const i64 first = first_query(start);
-#if defined(__AMX_BF16__)
-        if constexpr (kOnTiles<D>) configure_attention();
-#endif
-        for (i64 i = first; i < count; ++i) {
+        const i64 room = round_up(count, 16);
+        for (i64 i = 0; i < room; ++i) {
             state.m[i] = kMinusInf;
             sums[i] = zero();
-            for (i64 d = 0; d < dim; ++d) state.acc[i * dim + d] = 0.0f;
         }
+#if defined(__AMX_BF16__)
+        if constexpr (kOnTiles<D>) configure_attention(min64(count, kTileRows));
+#endif
+        if (!kOnTiles<D>) std::memset(state.acc, 0, static_cast<std::size_t>(room * dim * 4));
         for (i64 tile = start; tile < end; tile += kTileKeys) {
             const i64 num_units = ceil_div(min64(kTileKeys, end - tile), kUnit);
-            for (i64 u = 0; u < num_units; ++u) find_unit(u, tile + u * kUnit);
-            const i64 begin = first_query(tile);
-            look_ahead(tile, end);
-            fetch_ahead(1);
-            score(begin, num_units);
-            for (i64 i = begin; i < count; ++i) {
-                fetch_ahead(1);
-                soften(i, tile, num_units, state);
+            this->look_ahead(tile, end);
+            this->find_tile(tile, num_units);
+            if constexpr (kOnTiles<D>) {
+                this->run_tile_on_tiles(tile, num_units, tile == start, state);
+            } else {
+                run_tile(tile, num_units, state);
             }
-            fetch_ahead(kTileUnits);
-            weigh(begin, num_units, state);
+            this->fetch_ahead(kTileUnits);
         }
 #if defined(__AMX_BF16__)
         if constexpr (kOnTiles<D>) _tile_release();
 #endif
-        for (i64 i = first; i < count; ++i) state.l[i] = reduce_add(sums[i]);
+        for (i64 i = first_query(start); i < count; ++i) state.l[i] = reduce_add(sums[i]);
     }
 
+    void run_tile(i64 tile, i64 num_units, const Softmax& state) {
+        const i64 begin = first_query(tile);
+        this->fetch_ahead(1);
+        score_on_vectors(begin, num_units);
+        for (i64 i = begin; i < count; ++i) {
+            this->fetch_ahead(1);
+            soften(i, tile, num_units, state);
+        }
+        this->fetch_ahead(kTileUnits);
+        weigh_on_vectors(begin, num_units, state);
+    }
+
+#if defined(__AMX_BF16__)
+    // One 16 of queries after the other. Nothing is won by weaving the tile products of one into
+    // the softmax of another: tiles take the second vector port, which is most of what exp needs.
+    void run_tile_on_tiles(i64 tile, i64 num_units, bool fresh, const Softmax& state) {
+        const i64 num_vectors = round_up(num_units, 2);
+        i64 limits[kTileRows];
+        for (i64 i = first_query(tile) / kTileRows * kTileRows; i < count; i += kTileRows) {
+            const i64 rows = min64(kTileRows, count - i);
+            // All of them see all keys, or each is told how many.
+            const bool masked = row_len(i) - tile < num_vectors * kUnit;
+            for (i64 r = 0; masked && r < rows; ++r) limits[r] = row_len(i + r) - tile;
+            const TileSoftmax softmax{state.m + i,
+                                      sums + i,
+                                      scores,
+                                      p,
+                                      log2_scale,
+                                      rows,
+                                      num_vectors,
+                                      masked ? limits : nullptr,
+                                      quantised ? this->key_scales : nullptr,
+                                      quantised ? this->value_scales : nullptr};
+            float* acc = state.acc + i * dim;
+            this->fetch_ahead(1);
+            amx_scores(q + i * dim, dim, k_units, num_units, scores);
+            const VF factors = soften_tile(softmax, [&] { this->fetch_ahead(1); });
+            this->fetch_ahead(1);
+            if (!fresh) shrink_rows(factors, rows, dim, acc);
+            amx_values(p, v_units[0], num_units, dim, fresh, acc);
+        }
+    }
+#endif
+
     // Adds one split to what the splits before it gave; split 0 starts.
-    void merge(i64 split, const Softmax& total, const Softmax& part) const {
-        for (i64 i = first_query(split * kSplitKeys); i < count; ++i) {
-            float* sum = total.acc + i * dim;
-            const float* add_on = part.acc + i * dim;
-            if (split == 0) {
-                total.m[i] = part.m[i];
-                total.l[i] = part.l[i];
-                std::memcpy(sum, add_on, static_cast<std::size_t>(dim) * 4);
-                continue;
+    void merge(i64 split, const Softmax& sum, const Softmax& more) const {
+        const i64 first = first_query(split * kSplitKeys);
+        const VF scale = set1(log2_scale);
+        alignas(64) float before[16], now[16];
+        for (i64 i = first / 16 * 16; i < count; i += 16) {
+            for (i64 lane = 0; lane < 16; lane += VF::W) {
+                const VF a = load(sum.m + i + lane), b = load(more.m + i + lane), m = max(a, b);
+                const VF keep = exp2(mul(sub(a, m), scale)), gain = exp2(mul(sub(b, m), scale));
+                store(before + lane, keep);
+                store(now + lane, gain);
+                // Rows that have no keys in this split keep what they have.
+                for (i64 row = max64(i + lane, first); row < min64(i + lane + VF::W, count);
+                     ++row) {
+                    sum.m[row] = sum.m[row] > more.m[row] ? sum.m[row] : more.m[row];
+                    sum.l[row] = sum.l[row] * before[row - i] + more.l[row] * now[row - i];
+                }
             }
-            const float m = total.m[i] > part.m[i] ? total.m[i] : part.m[i];
-            float a[VF::W], b[VF::W];
-            const VF before = exp(set1(total.m[i] - m)), now = exp(set1(part.m[i] - m));
-            store(a, before);
-            store(b, now);
-            total.m[i] = m;
-            total.l[i] = total.l[i] * a[0] + part.l[i] * b[0];
-            for (i64 d = 0; d < dim; d += VF::W) {
-                store(sum + d, fma(load(sum + d), before, mul(load(add_on + d), now)));
+            for (i64 row = max64(i, first); row < min64(i + 16, count); ++row) {
+                float* to = sum.acc + row * dim;
+                const float* from = more.acc + row * dim;
+                const VF a = set1(before[row - i]), b = set1(now[row - i]);
+                for (i64 d = 0; d < dim; d += VF::W) {
+                    store(to + d, fma(load(to + d), a, mul(load(from + d), b)));
+                }
             }
         }
     }
@@ -446,7 +297,7 @@ struct AttentionTask {
             using O = std::remove_pointer_t<decltype(type)>;
             for (i64 i = 0; i < count; ++i) {
                 const i64 head = item.kv_head * group + i % group;
-                O* to = args.out.row<O>(begin + i / group) + head * args.query.dim;
+                O* to = args.out.template row<O>(begin + i / group) + head * args.query.dim;
                 const VF factor = set1(1.0f / total.l[i]);
                 for_vectors(args.query.dim, [&](i64 d, i64 n) {
                     const VF value = mul(load(total.acc + i * dim + d), factor);
@@ -461,14 +312,11 @@ template <class D>
 struct Attention {
     const AttentionArgs& args;
     AttentionItem* items;
-    i64 num_items, rows_per_item, max_count, max_splits;
+    i64 num_items, max_count, max_splits;
 
-    char* task_memory(float*& states) const {
+    char* task_memory() const {
         const i64 bytes = AttentionTask<D>::scratch_bytes(max_count, args.pool.dim_padded);
-        char* memory = static_cast<char*>(scratch(Scratch::attention, bytes));
-        const i64 floats = softmax_floats(max_count, args.pool.dim_padded);
-        states = reinterpret_cast<float*>(memory + bytes / 64 * 64 - round_up(8 * floats, 64));
-        return memory;
+        return static_cast<char*>(scratch(Scratch::attention, bytes));
     }
 
     i64 num_splits(const AttentionTask<D>& task) const {
@@ -477,43 +325,33 @@ struct Attention {
 
     // One item, its splits one after the other.
     void run_whole(i64 index) const {
-        float* states;
-        char* memory = task_memory(states);
-        AttentionTask<D> task(args, items[index], memory);
+        AttentionTask<D> task(args, items[index], task_memory());
         if (index + 1 < num_items) task.after = &items[index + 1];
-        const i64 dim = args.pool.dim_padded;
-        const Softmax total = softmax_at(states, task.count, dim);
-        const Softmax part = softmax_at(states + softmax_floats(task.count, dim), task.count, dim);
-        task.run_split(0, total);
+        task.run_split(0, task.total);
         for (i64 split = 1; split < num_splits(task); ++split) {
-            task.run_split(split, part);
-            task.merge(split, total, part);
+            task.run_split(split, task.part);
+            task.merge(split, task.total, task.part);
         }
-        task.write(total);
+        task.write(task.total);
     }
 
     // Few long requests: splits are tasks of their own, merged in the same order afterwards.
     void run_parts() const {
-        const i64 dim = args.pool.dim_padded, floats = softmax_floats(max_count, dim);
-        float* parts = static_cast<float*>(
-            scratch(Scratch::partials, num_items * max_splits * round_up(floats, 16) * 4));
+        const i64 floats = Softmax::floats(max_count, args.pool.dim_padded);
+        float* parts =
+            static_cast<float*>(scratch(Scratch::partials, num_items * max_splits * floats * 4));
         auto part = [&](i64 index, i64 split, i64 count) {
-            float* at = parts + (index * max_splits + split) * round_up(floats, 16);
-            return softmax_at(at, count, dim);
+            return Softmax::at(parts + (index * max_splits + split) * floats, count);
         };
         parallel_for(num_items * max_splits, 1, [&](i64 job) {
-            float* states;
-            char* memory = task_memory(states);
-            AttentionTask<D> task(args, items[job / max_splits], memory);
+            AttentionTask<D> task(args, items[job / max_splits], task_memory());
             const i64 split = job % max_splits;
             if (split < num_splits(task)) {
                 task.run_split(split, part(job / max_splits, split, task.count));
             }
         });
         parallel_for(num_items, 8, [&](i64 index) {
-            float* states;
-            char* memory = task_memory(states);
-            AttentionTask<D> task(args, items[index], memory);
+            AttentionTask<D> task(args, items[index], task_memory());
             const Softmax total = part(index, 0, task.count);
             for (i64 split = 1; split < num_splits(task); ++split) {
                 task.merge(split, total, part(index, split, task.count));
@@ -526,7 +364,9 @@ struct Attention {
 template <class D>
 void attention_as(const AttentionArgs& args) {
     const i64 kv_heads = args.pool.num_heads, group = args.query.heads / kv_heads;
-    const i64 rows_per_item = max64(1, kTileQueries / group);
+    const i64 queries = args.query_start_loc[args.num_reqs] * args.query.heads;
+    const i64 share = max64(kMinQueries, min64(queries / (4 * num_threads()), kMaxQueries));
+    const i64 rows_per_item = max64(1, share / group);
     i64 num_items = 0, max_rows = 0, longest = 0;
     for (i64 b = 0; b < args.num_reqs; ++b) {
         const i64 rows = args.query_start_loc[b + 1] - args.query_start_loc[b];
@@ -540,16 +380,17 @@ void attention_as(const AttentionArgs& args) {
     i64 next = 0;
     for (i64 b = 0; b < args.num_reqs; ++b) {
         const i64 rows = args.query_start_loc[b + 1] - args.query_start_loc[b];
-        // The last rows have the most keys: long items first leave no long tail.
-        for (i64 tile = ceil_div(rows, rows_per_item) - 1; tile >= 0; --tile) {
-            const i64 first = tile * rows_per_item;
-            for (i64 h = 0; h < kv_heads; ++h) {
+        // Head by head, so that its K and V stay in the second cache for all rows. The last rows
+        // have the most keys: long items first leave no long tail.
+        for (i64 h = 0; h < kv_heads; ++h) {
+            for (i64 tile = ceil_div(rows, rows_per_item) - 1; tile >= 0; --tile) {
+                const i64 first = tile * rows_per_item;
                 items[next++] = {b, h, first, min64(rows_per_item, rows - first)};
             }
         }
     }
     const i64 max_splits = ceil_div(longest, kSplitKeys);
-    const Attention<D> whole{args, items, num_items, rows_per_item, max_rows * group, max_splits};
+    const Attention<D> whole{args, items, num_items, max_rows * group, max_splits};
     if (max_splits > 1 && num_items < 4 * num_threads() && num_threads() > 1) {
         whole.run_parts();
         return;

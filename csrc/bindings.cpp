@@ -14,6 +14,7 @@
 #include "levels.hpp"
 #include "linear.hpp"
 #include "memory.hpp"
+#include "packed.hpp"
 #include "program.hpp"
 #include "quantised.hpp"
 #include "threads.hpp"
@@ -164,10 +165,33 @@ public:
         return new Linear(w, std::move(part));
     }
 
+    // Parts [rows, bytes of a row] uint8 stacked along N, each in its own stored format, packed as
+    // pack_linear packs their values.
+    Linear* pack_widened(const std::vector<ByteRows>& parts, const std::vector<std::string>& kinds,
+                         i64 in_features) {
+        require(!parts.empty() && parts.size() == kinds.size(), "parts and kinds must be as many");
+        PackedWeight w{nullptr, 0, in_features, round_up(in_features, kAlignK), dtype_};
+        std::vector<StoredRows> rows;
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            rows.push_back({parts[i].data(), static_cast<i64>(parts[i].shape(0)),
+                            static_cast<i64>(parts[i].shape(1)), stored_kind(kinds[i])});
+            w.n += rows.back().rows;
+            require(rows.back().rows > 0 && in_features > 0 &&
+                        rows.back().stride == row_bytes(rows.back().kind, in_features),
+                    "a stored part has rows of another size than in_features says");
+        }
+        const i64 bytes = w.num_panels() * w.panel_elements() * item_size(dtype_);
+        RegionPool::Part part = regions_.take(static_cast<std::size_t>(bytes));
+        w.data = part.data;
+        nb::gil_scoped_release released;
+        widen_panels(rows, w, *level_);
+        return new Linear(w, std::move(part));
+    }
+
     // Parts [rows, bytes of a row] uint8 stacked along N, each in its own stored format; kinds as
-    // in `stored_kinds`.
+    // in `stored_kinds`. int8: their values are quantised to our own int8.
     Linear* pack_stored(const std::vector<ByteRows>& parts, const std::vector<std::string>& kinds,
-                        i64 in_features) {
+                        i64 in_features, bool int8) {
         require(dtype_ == DType::bf16, "stored weights are computed from with bfloat16 only");
         require(!parts.empty() && parts.size() == kinds.size(), "parts and kinds must be as many");
         std::vector<StoredRows> rows;
@@ -176,12 +200,14 @@ public:
         for (std::size_t i = 0; i < parts.size(); ++i) {
             const StoredRows part{parts[i].data(), static_cast<i64>(parts[i].shape(0)),
                                   static_cast<i64>(parts[i].shape(1)), stored_kind(kinds[i])};
-            require(part.kind != Stored::f32 || in_features <= kMaxK8,
-                    "in_features is too large for sums of int8");
+            require(!int8 || in_features <= kMaxK8, "in_features is too large for sums of int8");
             require(part.rows > 0 && in_features > 0 &&
                         part.stride == row_bytes(part.kind, in_features),
                     "a stored part has rows of another size than in_features says");
-            const CellFormat format = cell_format(part.kind, level_->decodes_cells);
+            require(int8 || (part.kind != Stored::f16 && part.kind != Stored::bf16),
+                    "plain numbers are not kept as they are stored");
+            const CellFormat format =
+                cell_format(int8 ? Stored::f32 : part.kind, level_->decodes_cells);
             require(n % kPanel == 0 || formats.back() == format,
                     "parts of different formats must meet at a multiple of 32 rows");
             n += part.rows;
@@ -204,7 +230,7 @@ public:
         }
         w.cells = cells.data();
         nb::gil_scoped_release released;
-        fill_panels(rows, w);
+        int8 ? widen_panels(rows, w, *level_) : fill_panels(rows, w);
         return new Linear(w, std::move(cells), std::move(memory));
     }
 
@@ -335,9 +361,21 @@ public:
         level_->copy_rows(from, indices.data(), to);
     }
 
+    void mask(const Out& logits, const Indices& rows, const ByteRows& masks) const {
+        MaskArgs args{};
+        args.logits = logits_of(logits);
+        args.num_rows = static_cast<i64>(masks.shape(0));
+        args.num_bytes = static_cast<i64>(masks.shape(1));
+        require_range(rows, args.num_rows, args.logits.rows, "rows");
+        args.rows = rows.data();
+        args.masks = masks.data();
+        nb::gil_scoped_release released;
+        level_->mask(args);
+    }
+
     void sample(const Out& logits, const Indices& rows, const In& temperature, const In& floors,
                 const Indices& top_k, const In& top_p, const In& seeds, const In& positions,
-                const Out& out) const {
+                const In& show, const Out& out) const {
         SampleArgs args{};
         args.logits = logits_of(logits);
         args.num_rows = static_cast<i64>(rows.shape(0));
@@ -350,6 +388,7 @@ public:
         args.top_p = column<double>(top_p, args.num_rows, "top_p");
         args.seeds = column<std::uint64_t>(seeds, args.num_rows, "seeds");
         args.positions = column<i64>(positions, args.num_rows, "positions");
+        args.show = column<std::uint8_t>(show, args.num_rows, "show");
         args.out = const_cast<std::int32_t*>(column<std::int32_t>(out, args.num_rows, "out"));
         nb::gil_scoped_release released;
         level_->sample(args);
@@ -481,6 +520,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("in_features", [](const octavo::Linear& l) { return l.weight.k; })
         .def_prop_ro("nbytes", &octavo::Linear::nbytes);
 
+    bind_packed(m);
+
     nb::class_<KVCache>(m, "KVCache")
         .def_prop_ro("num_layers", [](const KVCache& c) { return c.pool.num_layers; })
         .def_prop_ro("num_blocks", [](const KVCache& c) { return c.pool.num_blocks; })
@@ -496,6 +537,7 @@ NB_MODULE(_native, m) {
         .def(nb::init<const std::string&, bool>(), "level"_a, "float32"_a)
         .def("pack_linear", &Ops::pack_linear, nb::rv_policy::take_ownership)
         .def("pack_stored", &Ops::pack_stored, nb::rv_policy::take_ownership)
+        .def("pack_widened", &Ops::pack_widened, nb::rv_policy::take_ownership)
         .def("allocate_kv_cache", &Ops::allocate, nb::rv_policy::take_ownership)
         .def("kv_bytes_per_token", &Ops::bytes_per_token)
         .def("embedding", &Ops::embedding)
@@ -507,6 +549,7 @@ NB_MODULE(_native, m) {
         .def("paged_attention", &Ops::attention)
         .def("silu_and_mul", &Ops::silu_and_mul)
         .def("gather_rows", &Ops::gather_rows)
+        .def("mask", &Ops::mask)
         .def("sample", &Ops::sample)
         .def("logprobs", &Ops::logprobs)
         .def("replay", &Ops::replay);

@@ -150,7 +150,8 @@ struct AttentionArgs {
 };
 
 // Rows of logits to sample: parameters of rows[i] at [i]. out[i] is a token id, or -1 where the
-// row's largest logit is infinite, which is left to the caller.
+// row's largest logit is infinite, which is left to the caller. Where show is not 0, a row that is
+// drawn from (not a greedy one) becomes what was drawn from.
 struct SampleArgs {
     Matrix logits;
     i64 num_rows;
@@ -161,7 +162,17 @@ struct SampleArgs {
     const double* top_p;
     const std::uint64_t* seeds;
     const i64* positions;
+    const std::uint8_t* show;
     std::int32_t* out;
+};
+
+// Packed masks [R, num_bytes] of rows of logits: bit i % 8 of byte i / 8 says whether token i may
+// be sampled (so 32 ids in a little-endian word); there is none for tokens past the end.
+struct MaskArgs {
+    Matrix logits;
+    i64 num_rows, num_bytes;
+    const std::int32_t* rows;
+    const std::uint8_t* masks;
 };
 
 // log_softmax of rows: its normaliser, the rank of one token (0 where the largest logit is
@@ -189,6 +200,7 @@ struct Level {
     void (*attention)(const AttentionArgs& args);
     void (*silu_and_mul)(Matrix gate_up, Matrix out);
     void (*copy_rows)(Matrix x, const std::int32_t* indices, Matrix out);
+    void (*mask)(const MaskArgs& args);
     void (*sample)(const SampleArgs& args);
     void (*logprobs)(const LogprobArgs& args);
 };

@@ -22,6 +22,7 @@ const Level level = {OCTAVO_TEXT(OCTAVO_LEVEL),
                      attention,
                      silu_and_mul,
                      copy_rows,
+                     mask,
                      sample,
                      logprobs};
 

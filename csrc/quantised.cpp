@@ -21,6 +21,9 @@ BlockSize block_size(Stored kind) {
     switch (kind) {
         case Stored::f32:
             return {1, 4};
+        case Stored::f16:
+        case Stored::bf16:
+            return {1, 2};
         case Stored::q8_0:
             return {32, 34};
         case Stored::q4_0:
@@ -194,6 +197,8 @@ CellFormat cell_format(Stored kind, bool to_bf16) {
             return {8, 0, 2, false, true, 2};
         case Stored::f32:
             return {8, 0, 0, false, true, 4};
+        case Stored::f16:
+        case Stored::bf16:
         case Stored::q8_0:
         case Stored::q5_0:
             break;
@@ -204,6 +209,33 @@ CellFormat cell_format(Stored kind, bool to_bf16) {
 i64 row_bytes(Stored kind, i64 k) {
     const BlockSize size = block_size(kind);
     return k % size.elements == 0 ? k / size.elements * size.bytes : 0;
+}
+
+void widen_row(Stored kind, const std::uint8_t* row, i64 k, float* out) {
+    if (kind == Stored::f32) {
+        std::memcpy(out, row, static_cast<std::size_t>(k) * 4);
+    } else if (kind == Stored::bf16) {
+        for (i64 i = 0; i < k; ++i) out[i] = to_float(octavo::bf16{half_at(row + 2 * i)});
+    } else if (kind == Stored::f16) {
+        for (i64 i = 0; i < k; ++i) out[i] = half_to_float(half_at(row + 2 * i));
+    } else {
+        const CellFormat format = cell_format(kind, false);
+        Group g{};
+        for (i64 cell = 0; cell < k / 32; ++cell) {  // a row is a whole number of blocks
+            unpack(kind, row, cell, g);
+            float scales[2], minimum = 0.0f;
+            for (int i = 0; i < 2; ++i) {
+                scales[i] = format.wide ? g.wide[i] : half_to_float(g.half[0]);
+            }
+            if (format.has_minimum) minimum = format.wide ? g.wide[2] : half_to_float(g.half[1]);
+            float* to = out + 32 * cell;
+            for (int i = 0; i < 32; ++i) {
+                const float scale = scales[format.num_scales == 2 ? i / 16 : 0];
+                const auto value = static_cast<float>(g.quants[i] - format.bias) * scale;
+                to[i] = format.has_minimum ? value + minimum : value;
+            }
+        }
+    }
 }
 
 void pack_cells(const StoredRows& rows, i64 first, i64 count, const PackedWeight& w, i64 panel,

@@ -53,7 +53,7 @@ struct CellPanel {
 };
 
 // What a model file holds: ggml's block formats by name, or float32 to be quantised to int8.
-enum class Stored : std::uint8_t { f32, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
+enum class Stored : std::uint8_t { f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
 
 struct StoredRows {
     const std::uint8_t* data;
@@ -68,6 +68,9 @@ i64 row_bytes(Stored kind, i64 k);                  // 0 where k is no whole num
 // panel from `rows`, starting at row `first`.
 void pack_cells(const StoredRows& rows, i64 first, i64 count, const PackedWeight& w, i64 panel,
                 i64 column);
+
+// One stored row of `k` values in float32, as the file's format defines them.
+void widen_row(Stored kind, const std::uint8_t* row, i64 k, float* out);
 
 float half_to_float(std::uint16_t half);
 

@@ -15,6 +15,29 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
+#if !(defined(__AVX512F__) && defined(__AVX512BW__))
+// Bit i: whether lane i reaches `limit`.
+inline unsigned reaching(VF a, float limit) {
+    float lanes[VF::W];
+    store(lanes, a);
+    unsigned found = 0;
+    for (int i = 0; i < VF::W; ++i) found |= static_cast<unsigned>(lanes[i] >= limit) << i;
+    return found;
+}
+// The chosen lanes of `values`, and first + lane for each, side by side; how many.
+inline i64 append(VF values, std::int32_t first, unsigned chosen, float* out, std::int32_t* ids) {
+    float lanes[VF::W];
+    store(lanes, values);
+    i64 count = 0;
+    for (int i = 0; i < VF::W; ++i) {
+        if (!(chosen >> i & 1u)) continue;
+        out[count] = lanes[i];
+        ids[count++] = first + i;
+    }
+    return count;
+}
+#endif
+
 // A number that bf16 holds exactly.
 inline void store_exact(bf16* p, VF a) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -39,6 +62,29 @@ inline VF exp(VF x) {
     p = fma(p, r, set1(5.0000001201e-1f));
     p = add(fma(p, mul(r, r), r), set1(1.0f));
     return zero_below(mul(p, pow2(n)), x, -87.3f);
+}
+
+// 2^x for x <= 0 or a little above, within 2e-7; exactly 1 at 0, exactly 0 for -inf; a NaN stays
+// one.
+inline VF exp2(VF x) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    const VF r = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+#else
+    const VF bounded = max(set1(-126.0f), x);
+    const VF n = round(sub(bounded, set1(0.5f)));
+    const VF r = sub(bounded, n);
+#endif
+    VF p = set1(1.8671302823349833e-3f);
+    p = fma(p, r, set1(9.017029777169228e-3f));
+    p = fma(p, r, set1(5.579991266131401e-2f));
+    p = fma(p, r, set1(2.4016444385051727e-1f));
+    p = fma(p, r, set1(6.931512951850891e-1f));
+    p = fma(p, r, set1(1.0f));
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    return {_mm512_scalef_ps(p.v, x.v)};
+#else
+    return zero_below(mul(p, pow2(n)), x, -126.0f);
+#endif
 }
 
 // Kinds of dot product. A kind says how activations (A) and weights (B) are stored, and adds the

@@ -75,6 +75,19 @@ inline VF keep_first(VF a, i64 n, float fill) {
 inline float reduce_add(VF a) { return _mm512_reduce_add_ps(a.v); }
 inline float reduce_max(VF a) { return _mm512_reduce_max_ps(a.v); }
 
+// Bit i: whether lane i reaches `limit`.
+inline unsigned reaching(VF a, float limit) {
+    return _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(limit), _CMP_GE_OQ);
+}
+// The chosen lanes of `values`, and first + lane for each, side by side; how many.
+inline i64 append(VF values, std::int32_t first, unsigned chosen, float* out, std::int32_t* ids) {
+    const auto lanes = static_cast<__mmask16>(chosen);
+    const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_mask_compressstoreu_ps(out, lanes, values.v);
+    _mm512_mask_compressstoreu_epi32(ids, lanes, _mm512_add_epi32(count, _mm512_set1_epi32(first)));
+    return __builtin_popcount(chosen);
+}
+
 // 16 pairs of bf16, low half = even index.
 inline VI load_pairs(const bf16* p) { return {_mm512_loadu_si512(p)}; }
 inline VF even_of(VI pairs) { return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs.v, 16))}; }

@@ -4,9 +4,11 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace octavo {
@@ -41,7 +43,20 @@ public:
         stop_.store(false);
         size_.store(count);
         const std::uint64_t seen = gate_.load() & kEpochMask;
-        for (int i = 1; i < count; ++i) workers_.emplace_back([this, seen] { work(seen); });
+        num_started_.store(1);
+        for (int i = 1; i < count; ++i) {
+            workers_.emplace_back([this, seen] {
+                // The system makes a thread's own variables when they are first used, and ends the
+                // process where there is no memory for them then.
+                try {
+                    scratch(Scratch::items, 1);
+                } catch (const std::bad_alloc&) {
+                }
+                num_started_.fetch_add(1);
+                work(seen);
+            });
+        }
+        while (num_started_.load() < count) std::this_thread::yield();
     }
 
     void run(i64 num_tasks, i64 grain, TaskFn fn, void* context) {
@@ -74,6 +89,10 @@ public:
                 std::this_thread::yield();
             }
         }
+        if (failed_.load(std::memory_order_relaxed)) {
+            failed_.store(false, std::memory_order_relaxed);
+            std::rethrow_exception(std::exchange(error_, nullptr));
+        }
     }
 
 private:
@@ -83,11 +102,17 @@ private:
     static constexpr std::uint64_t kEpochStep = 1u << 17;
     static constexpr std::uint64_t kEpochMask = ~(kEpochStep - 1);
 
+    // An exception ends no thread, nor does it leave others inside: the first is kept for the
+    // caller, who gets it when all have left.
     void share() {
         for (;;) {
             const i64 begin = next_.fetch_add(grain_, std::memory_order_relaxed);
             if (begin >= num_tasks_) return;
-            fn_(context_, begin, min64(begin + grain_, num_tasks_));
+            try {
+                fn_(context_, begin, min64(begin + grain_, num_tasks_));
+            } catch (...) {
+                if (!failed_.exchange(true)) error_ = std::current_exception();
+            }
         }
     }
 
@@ -128,9 +153,12 @@ private:
     std::mutex sleep_mutex_;
     std::condition_variable wake_;
     std::vector<std::thread> workers_;
+    std::atomic<bool> failed_{false};
+    std::exception_ptr error_;
     std::atomic<int> size_{1};
     std::atomic<bool> stop_{false};
     std::atomic<int> num_sleeping_{0};
+    std::atomic<int> num_started_{1};
     i64 num_tasks_ = 0;
     i64 grain_ = 1;
     TaskFn fn_ = nullptr;

@@ -7,6 +7,7 @@ namespace octavo {
 
 // Runs fn(context, begin, end) over [0, num_tasks) in chunks of `grain`, handed out by an atomic
 // counter. Who computes a chunk never changes its result, so neither does the number of threads.
+// What fn throws on any thread, the first of it, comes back to the caller when all have left.
 // The caller works too; a call from a second Python thread meanwhile runs alone, on that thread.
 using TaskFn = void (*)(void* context, i64 begin, i64 end);
 void run_tasks(i64 num_tasks, i64 grain, TaskFn fn, void* context);

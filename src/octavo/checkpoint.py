@@ -49,6 +49,13 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     name: str = ""
 
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights of all matrices in the layers; embeddings and head are not counted."""
+        num_heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        rows = num_heads * self.head_dim + 3 * self.intermediate_size
+        return self.num_hidden_layers * rows * self.hidden_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:
@@ -119,8 +126,13 @@ class Weights(Protocol):
     def load_stored(self, name: str, kinds: frozenset[str]) -> StoredRows | None:
         """One weight as it is stored, or None if that is in none of the formats `kinds`.
 
-        Rows are in the same order as those of `load`. Raises ModelLoadError if it is missing.
+        Rows are in the same order as those of `load`, a view that is read soon and dropped.
+        Raises ModelLoadError if it is missing.
         """
+        ...
+
+    def release(self) -> None:
+        """Let go of the file's pages that were read; they come back where they are needed."""
         ...
 
 

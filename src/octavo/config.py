@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
+import math
 import os
 import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, RequestError
+from .sampling_params import SamplingParams
 
 _KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 """What to say of a setting's type, by its annotation; None may be taken beside it."""
@@ -27,6 +34,16 @@ def _check_types(config: object) -> None:
             continue
         if kind in _KINDS and type(value).__name__ != kind and not (or_none and value is None):
             raise ConfigError(setting.name, value, _KINDS[kind])
+
+
+@contextmanager
+def must_fit(name: str, value: object, what: str) -> Iterator[None]:
+    """Raise ConfigError where the system refuses the memory that a setting asks for: `what`."""
+    try:
+        yield
+    except MemoryError:
+        wanted = f"smaller: the system refuses {what}"
+        raise ConfigError(name, value, wanted) from None
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -64,24 +81,48 @@ class CacheConfig:
     cached prefixes that would be evicted. 0: none."""
 
     file_tier_memory: int = 0
-    """Bytes of a temporary file that is used like ram_tier_memory once that is full. 0: none."""
+    """Bytes of a temporary file below that: when ram_tier_memory is full, what has been there
+    longest moves to the file (with 0 bytes of RAM, all goes there). 0: none."""
 
     file_tier_dir: str | None = None
     """Folder of that file. Default: the system's folder for temporary files."""
 
     prefix_cache_file: str | None = None
-    """File in which cached prefixes outlive the process: written when the engine closes, read into
-    the tiers (see ram_tier_memory) when it starts. It holds the tokens of prompts and answers."""
+    """File in which cached prefixes outlive the process: read into the tiers (see ram_tier_memory)
+    when the engine starts; written when it closes, when a server has been idle for a second, and
+    every prefix_cache_save_seconds. It is replaced as a whole, so that a kill at any moment leaves
+    the last one; a damaged or foreign file is not used, and a line in the log says so. It holds
+    the tokens of prompts and answers, readable by its owner."""
+
+    prefix_cache_save_seconds: float = 300.0
+    """Seconds after which a busy engine, too, writes prefix_cache_file; requests wait meanwhile,
+    a few seconds for a GiB. 0: only an idle or closing one does."""
 
     def __post_init__(self) -> None:
         _check_types(self)
         for name in ("ram_tier_memory", "file_tier_memory"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more bytes")
         _require(
-            self.block_size >= 1 and not self.block_size & (self.block_size - 1),
+            self.file_tier_dir is None or (self.file_tier_dir != "" and self.file_tier_memory > 0),
+            "file_tier_dir",
+            self.file_tier_dir,
+            "used with file_tier_memory: without it there is no file",
+        )
+        seconds = self.prefix_cache_save_seconds
+        in_range = 0 <= seconds < math.inf
+        _require(in_range, "prefix_cache_save_seconds", seconds, "0 or more seconds")
+        _require(self.prefix_cache_file != "", "prefix_cache_file", "", "the path of a file")
+        _require(
+            self.prefix_cache_file is None or self.enable_prefix_caching,
+            "enable_prefix_caching",
+            self.enable_prefix_caching,
+            "on with prefix_cache_file: there is nothing to keep else",
+        )
+        _require(
+            1 <= self.block_size <= 65_536 and not self.block_size & (self.block_size - 1),
             "block_size",
             self.block_size,
-            "a power of two",
+            "a power of two, at most 65,536",
         )
         _require(
             self.num_kv_blocks is None or self.num_kv_blocks >= 1,
@@ -169,8 +210,9 @@ class SchedulerConfig:
     """A request that has not started after so many seconds ends with finish_reason timeout."""
 
     victim_policy: str = "auto"
-    """Who yields its blocks when the pool is short: last_arrived, lowest_priority, most_generated
-    or fewest_generated. auto: lowest_priority under priority, else last_arrived."""
+    """Who yields its blocks when the pool is short: last_arrived, lowest_priority, most_generated,
+    fewest_generated or cheapest (who is quickest to bring back, by measured rates). auto:
+    lowest_priority under priority, else last_arrived."""
 
     preemption_mode: str = "recompute"
     """What happens to the K/V of a preempted request: recompute (dropped, computed again), swap
@@ -179,6 +221,12 @@ class SchedulerConfig:
 
     swap_threshold: int = 128
     """Computed tokens below which preemption_mode threshold recomputes."""
+
+    jump_forward: bool = True
+    """Append tokens that a grammar leaves no choice about and compute them together, instead of
+    sampling them one by one (the answers are the same). Left alone: requests that ask for logprobs,
+    which need the logits of each token, or that set min_tokens, bad_words, allowed_token_ids or
+    logits_processors, which might bar one."""
 
     batching_mode: str = "continuous"
     """When requests join and leave the batch: continuous (in any step), or, as baselines to
@@ -190,9 +238,9 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.swap_threshold >= 0, "swap_threshold", self.swap_threshold, "at least 0")
-        for name in ("max_num_scheduled_tokens", "max_model_len"):
+        for name, least in (("max_num_scheduled_tokens", 1), ("max_model_len", 2)):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "at least 1")
+            _require(value is None or value >= least, name, value, f"at least {least}")
         names = ("priority_ageing_steps", "overtake_limit", "skip_limit")
         for name in (*names, "max_num_queued_reqs", "max_num_queued_tokens"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or above")
@@ -253,11 +301,31 @@ class BackendConfig:
     quantization: str | None = None
     """Compute from quantised weights: int8 (any model, quantised at load, one scale per row of a
     weight) or stored (what a GGUF file holds quantised stays as it is). Activations are quantised,
-    too, except for stored on AMX, which computes in bfloat16. Default: weights as dtype says; on
-    AMX stored, because the answers are the same."""
+    too, except for stored on AMX, which computes in bfloat16. Default: weights as dtype says; with
+    the dtype auto on AMX stored, because the answers are the same."""
+
+    packed_cache: str = "auto"
+    """Keep weights as they are packed in a file beside the models in the cache, so that the next
+    start need not pack them: auto (map the file, or copy it where mapped memory is slower to read),
+    map, copy or off. `octavo models` lists these files, `octavo models clear` removes them."""
+
+    huge_pages: bool = True
+    """Ask the system for huge pages for weights, KV pool and scratch memory of the cpu backend."""
+
+    def kernel_settings(self) -> dict[str, Any]:
+        """What kernels.api.load_backend takes besides the backend's name."""
+        names = ("threads", "isa", "dtype", "quantization", "packed_cache", "huge_pages")
+        return {name: getattr(self, name) for name in names}
 
     def __post_init__(self) -> None:
         _check_types(self)
+        ways = ("auto", "map", "copy", "off")
+        _require(
+            self.packed_cache in ways,
+            "packed_cache",
+            self.packed_cache,
+            f"one of {', '.join(ways)}",
+        )
         _require(self.backend in ("cpu", "reference"), "backend", self.backend, "cpu or reference")
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
         dtypes = ("auto", "bfloat16", "float32")
@@ -293,8 +361,21 @@ class EngineConfig:
     """Seed from which requests without one derive theirs, by arrival number."""
 
     record: str | None = None
-    """Write every input and decision of the scheduler to this file, prompts as token ids, for
-    octavo replay. Default: no recording."""
+    """Write every input and decision of the scheduler to this file, prompts and answers as token
+    ids, for octavo replay. Default: no recording."""
+
+    record_hashes: bool = False
+    """With record: instead of token ids, hashes under a key that is kept nowhere. The file then
+    tells how long prompts and answers are, when they came and which begin alike, not what they
+    say."""
+
+    generation_config: str = "auto"
+    """Sampling that a request leaves unsaid: auto (as the model recommends it) or vllm (OpenAI's
+    defaults)."""
+
+    override_generation_config: str | None = None
+    """A JSON object of sampling defaults that go before those: {"temperature": 0.7}. What a request
+    says goes before all. Default: none."""
 
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -302,6 +383,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        _require(self.record != "", "record", "", "the path of a file")
+        _require(
+            self.record is not None or not self.record_hashes,
+            "record_hashes",
+            self.record_hashes,
+            "used with record",
+        )
+        _require(
+            self.generation_config in ("auto", "vllm"),
+            "generation_config",
+            self.generation_config,
+            "auto or vllm",
+        )
+        self.sampling_defaults({})
         has_tier = self.cache.ram_tier_memory or self.cache.file_tier_memory
         _require(
             bool(has_tier) or self.scheduler.preemption_mode not in ("swap", "threshold", "auto"),
@@ -322,6 +417,27 @@ class EngineConfig:
             "paged with ram_tier_memory or file_tier_memory",
         )
 
+    def sampling_defaults(self, recommended: Mapping[str, float]) -> dict[str, Any]:
+        """SamplingParams that a request leaves unsaid: the operator's over the model's.
+
+        Raises ConfigError for overrides that are no such parameters.
+        """
+        text, name = self.override_generation_config, "override_generation_config"
+        own = {}
+        if text is not None:
+            try:
+                own = json.loads(text)
+                wrong = [key for key in own if key not in _SAMPLING_DEFAULTS]
+                valid = isinstance(own, dict) and not wrong
+                _require(valid, name, text, f"a JSON object of {', '.join(_SAMPLING_DEFAULTS)}")
+                SamplingParams(**own)
+            except (ValueError, TypeError, RequestError) as error:
+                raise ConfigError(name, text, f"a JSON object: {error}") from error
+        return {**(recommended if self.generation_config == "auto" else {}), **own}
+
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+                      "presence_penalty", "frequency_penalty")  # fmt: skip
 
 PARTS: dict[str, type] = {
     "cache": CacheConfig,
@@ -330,7 +446,8 @@ PARTS: dict[str, type] = {
 }
 
 
-TOP = ("model", "seed", "record")
+TOP = ("model", "seed", "record", "record_hashes", "generation_config",
+       "override_generation_config")  # fmt: skip
 """Settings of EngineConfig itself."""
 
 
@@ -362,6 +479,7 @@ def _known() -> str:
     return ", ".join(names)
 
 
+@cache
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a config class, by field name, on one line each."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]

@@ -30,6 +30,9 @@ class GrammarSpec:
     whitespace: str = ""
     """For json: an expression for the white space between its parts; empty: none, compact."""
 
+    instead: GrammarSpec | None = None
+    """Another form that the answer may have as well: the first token of a choice decides."""
+
     thinking: str = ""
     """What may come before: open (the rest of a reasoning, up to its </think>), may (a whole one,
     or none) or nothing at all."""

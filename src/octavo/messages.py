@@ -53,7 +53,8 @@ class Transfer(NamedTuple):
     """One block of K/V, over all layers, that moves."""
 
     kind: str
-    """copy: block to block. store: block to a slot of a tier. load: slot to block."""
+    """copy: block to block. store: block to a slot of the tiers. load: slot to block. drop: nobody
+    needs what is in the slot `target` (and `source`) any more."""
 
     source: int
     target: int
@@ -72,6 +73,9 @@ class SchedulerOutput(NamedTuple):
     masks: tuple[tuple[int, bytes], ...] = ()
     """(row, which tokens may be sampled) of rows under a grammar: bit i % 8, the lowest first, of
     byte i // 8 is token i. A row whose params have a grammar samples nothing without a mask."""
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(row, tokens) that became known without being sampled: appended to what the row knows before
+    this step computes."""
 
 
 class KeptRun(NamedTuple):
@@ -117,17 +121,46 @@ class RowFault(NamedTuple):
 
     row: int
     message: str
+    retry: bool = False
+    """Only K/V that were kept for it are gone: it may start again and compute them."""
+    refused: bool = False
+    """What the request asks for contradicts itself; nothing of ours is broken."""
 
 
 class Moved(NamedTuple):
     """Blocks that a step stored to a tier or loaded from it, together."""
 
     kind: str
-    """store or load."""
+    """As that of a transfer; or demote: RAM to file, which is part of the time of a store."""
     tier: int
-    """0 is RAM, 1 the file."""
+    """0 is RAM, 1 the file. A store for which another block had to go to the file counts as 1."""
     num_blocks: int
     us: int
+
+
+class TierUse(NamedTuple):
+    """How full the tiers are, RAM and file, and what was moved since the start."""
+
+    block_nbytes: int
+    num_slots: tuple[int, int]
+    num_used: tuple[int, int]
+    moved: dict[tuple[str, int], tuple[int, float]]
+    """Blocks and seconds, by kind and tier as in Moved."""
+
+
+class ModelCosts(NamedTuple):
+    """What moving and computing K/V takes by the book, until it is measured (R101)."""
+
+    block_nbytes: int = 1 << 18
+    """Of one block's K/V over all layers. Defaults: a model of 135M parameters in bfloat16."""
+    flops_per_token: int = 1 << 28
+    """Of a prefill: two for each weight of the layers."""
+    bytes_per_us: tuple[float, float] = (25_000.0, 1_000.0)
+    """Each way, to RAM (25 GB/s, as over PCIe) and to the file."""
+    flops_per_us: float = 500_000.0
+
+
+SMALL_MODEL = ModelCosts()
 
 
 class Timing(NamedTuple):
@@ -173,3 +206,5 @@ class TokenEvent(NamedTuple):
     """The stop token id that ended it; None for the model's own end-of-sequence ids."""
 
     error: str | None = None
+    refused: bool = False
+    """With an error: the request itself is at fault, as RowFault tells."""

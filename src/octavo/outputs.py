@@ -49,7 +49,7 @@ class StreamEvent:
     """In the first event of each index, if asked for: one for each prompt token, None for the
     first, which nothing stands before."""
     refused: bool = False
-    """With an error: the request itself was at fault, and never ran."""
+    """With an error: the request itself was at fault."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from .messages import TokenLogprobs
+from .messages import NewRequest, TokenLogprobs
 from .sampling_params import SamplingParams
 
 
@@ -122,6 +122,11 @@ class Request:
             return most
         return min(most, num_known)
 
+    def take_scores(self) -> None:
+        """Those that the first of n answers has found: the prompt is scored once."""
+        if self.leader is not None and len(self.leader.prompt_logprobs) > len(self.prompt_logprobs):
+            self.prompt_logprobs = list(self.leader.prompt_logprobs)
+
     @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and generated."""
@@ -130,6 +135,20 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def start_message(self) -> NewRequest:
+        """All that the worker has to know when this request starts or resumes in its row."""
+        assert self.row is not None
+        return NewRequest(
+            self.row,
+            self.request_id,
+            tuple(self.token_ids),
+            self.num_prompt_tokens,
+            self.params,
+            self.seed,
+            self.eos_token_ids,
+            len(self.prompt_logprobs),
+        )
 
     def __repr__(self) -> str:
         return (

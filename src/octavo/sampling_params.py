@@ -13,10 +13,20 @@ GREEDY_EPSILON = 1e-5
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 16_384
+"""Of all stop strings together: finding them takes memory for each character."""
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 1024
 MAX_PROCESSORS = 8
 MAX_BAD_WORD_TOKENS = 64
+MAX_ENTRIES = {
+    "stop_token_ids": 1024,
+    "allowed_token_ids": 2**18,
+    "logit_bias": 2**14,
+    "bad_words_token_ids": 2**16,
+}
+"""Of lists whose length costs time in each step."""
 
 
 def _check(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -214,6 +224,9 @@ class SamplingParams:
         valid = isinstance(words, tuple) and all(isinstance(w, str) and w.strip() for w in words)
         _check(valid, "bad_words", words, "a list of strings, none of them blank")
         _check(len(words) <= MAX_BAD_WORDS, "bad_words", len(words), f"at most {MAX_BAD_WORDS}")
+        longest = max(map(len, words), default=0)
+        wanted = f"words of at most {MAX_BAD_WORD_CHARS} characters"
+        _check(longest <= MAX_BAD_WORD_CHARS, "bad_words", f"{longest} characters long", wanted)
         sequences = self.bad_words_token_ids
         valid = isinstance(sequences, tuple) and all(
             _is_tuple_of_ids(ids) and 1 <= len(ids) <= MAX_BAD_WORD_TOKENS for ids in sequences
@@ -222,6 +235,10 @@ class SamplingParams:
         _check(valid, "bad_words_token_ids", sequences, wanted)
 
     def _check_lists(self) -> None:
+        for name, most in MAX_ENTRIES.items():  # first: what follows looks at each entry
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                _check(len(value) <= most, name, f"{len(value)} entries long", f"at most {most}")
         self._check_bad_words()
         processors = self.logits_processors
         valid = isinstance(processors, tuple) and len(processors) <= MAX_PROCESSORS
@@ -230,7 +247,10 @@ class SamplingParams:
         valid = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
         _check(valid, "stop", self.stop, "a non-empty string, or a list of them")
         wanted = f"at most {MAX_STOP_STRINGS} strings"
-        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", self.stop, wanted)
+        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", wanted)
+        size = sum(map(len, self.stop))
+        wanted = f"at most {MAX_STOP_CHARS} characters in all"
+        _check(size <= MAX_STOP_CHARS, "stop", f"{size} characters long", wanted)
         for name in ("stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             if value is None and name == "allowed_token_ids":
@@ -252,6 +272,13 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is taken, without noise."""
         return self.temperature < GREEDY_EPSILON
+
+    @property
+    def takes_forced_tokens(self) -> bool:
+        """Whether the only token that a grammar allows is what will be sampled, whatever the logits
+        are, and nobody asks for its log probability."""
+        barring = (self.bad_words_token_ids, self.logits_processors, self.min_tokens)
+        return self.logprobs is None and self.allowed_token_ids is None and not any(barring)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

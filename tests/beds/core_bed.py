@@ -9,7 +9,7 @@ from beds.tape_model import TapeModel
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.event_log import Event, Reason
 from octavo.core.scheduler import Scheduler
-from octavo.messages import SchedulerOutput, TokenEvent
+from octavo.messages import SMALL_MODEL, ModelCosts, SchedulerOutput, TokenEvent
 from octavo.request import Request, Status
 from octavo.sampling_params import SamplingParams
 
@@ -29,6 +29,7 @@ class CoreBed:
         scripts: Mapping[int, Sequence[int]] | None = None,
         faults: Mapping[int, int] | None = None,
         num_slots: tuple[int, int] = (0, 0),
+        costs: ModelCosts = SMALL_MODEL,
         **settings: object,
     ) -> None:
         in_cache = {f.name for f in fields(CacheConfig)}
@@ -42,6 +43,7 @@ class CoreBed:
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             num_slots=num_slots,
+            costs=costs,
         )
         self.model = TapeModel(
             num_blocks=num_blocks,
@@ -121,6 +123,19 @@ class CoreBed:
             self.step()
         assert not self.scheduler.has_unfinished(), f"not done after {max_steps} steps"
         return self
+
+    def set_rates(
+        self,
+        *,
+        us_per_token: float,
+        store: tuple[float, float] = (1.0, 1.0),
+        load: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        """As if measured for long: what a token costs, and a block to and from RAM and file."""
+        rates = self.scheduler.rates
+        rates._us_per_token = {1: us_per_token}
+        ways = {"store": store, "load": load}
+        rates._us_per_block = {(kind, i): us[i] for kind, us in ways.items() for i in (0, 1)}
 
     def reasons(self, request_id: int) -> list[Reason]:
         """The story of a request in one word each."""

@@ -11,7 +11,7 @@ from unittest import mock
 from beds.masked_model import MaskedModel
 from beds.tiny_tokenizer import gguf_spec
 from octavo.checkpoint import GenerationDefaults
-from octavo.config import EngineConfig, SchedulerConfig
+from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM
@@ -49,9 +49,10 @@ class EngineBed:
         scheduling: dict[str, Any] | None = None,
         step_seconds: float = 0.0,
         now: Callable[[], float] = time.monotonic,
+        make_scheduler: Callable[..., Scheduler] | None = None,
         **tape: Any,
     ) -> None:
-        config = EngineConfig(scheduler=SchedulerConfig(**(scheduling or {})))
+        config = SchedulerConfig(**(scheduling or {}))
         self.tokenizer = Tokenizer(gguf_spec())
         self.model = SlowTape(
             token_bytes=self.tokenizer.token_bytes,
@@ -63,15 +64,20 @@ class EngineBed:
             **tape,
         )
         self.model.seconds = step_seconds
-        self.scheduler = Scheduler(
-            config.scheduler,
-            type(config.cache)(block_size=block_size),
+        make = make_scheduler or Scheduler
+        self.scheduler = make(
+            config,
+            CacheConfig(block_size=block_size),
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            num_slots=self.model.num_slots,
         )
         self.metrics = Metrics("tape")
         grammars = Grammars(
-            self.tokenizer, vocab_size=self.model.vocab_size, eos_token_ids=eos_token_ids
+            self.tokenizer,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=eos_token_ids,
+            jump_forward=config.jump_forward,
         )
         self.core = EngineCore(
             self.scheduler, self.model, self.tokenizer, self.metrics, grammars=grammars, now=now

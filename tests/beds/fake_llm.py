@@ -33,8 +33,13 @@ class FakeLLM:
         self.load_seconds = 0.25
         self.asked: list[tuple[str, SamplingParams]] = []
         self.num_closed = 0
+        """Streams that were closed."""
+        self.is_closed = False
         self._steps = 7
         made.append(self)
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def default_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.6, top_p=0.9)

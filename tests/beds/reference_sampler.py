@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from octavo.sampling_params import SamplingParams
 
@@ -65,6 +66,9 @@ def processed_logits(
     for token_id, value in params.logit_bias:
         if token_id < len(result):
             result[token_id] += value
+    for name, settings in params.logits_processors:
+        if name == "dry":
+            result = without_repetitions(result, dict(settings), [*prompt, *output])
     for i in vocab:
         if i in prompt or i in output:
             penalty = params.repetition_penalty
@@ -73,6 +77,70 @@ def processed_logits(
             result[i] -= params.frequency_penalty * list(output).count(i)
             result[i] -= params.presence_penalty
     return result
+
+
+def without_repetitions(
+    logits: Sequence[float], settings: dict[str, Any], tokens: Sequence[int]
+) -> list[float]:
+    """DRY without breakers: each token that would go on with a repetition, by the longest one."""
+    longest = [0] * len(logits)
+    for place, token_id in enumerate(tokens):
+        length = 0
+        while length < place and tokens[place - 1 - length] == tokens[len(tokens) - 1 - length]:
+            length += 1
+        longest[token_id] = max(longest[token_id], length)
+    allowed, base = settings.get("allowed_length", 2), settings.get("base", 1.75)
+    multiplier = settings.get("multiplier", 0.8)
+    return [
+        x - multiplier * base ** (n - allowed) if n >= allowed else x
+        for x, n in zip(logits, longest, strict=True)
+    ]
+
+
+def typical_tokens(scaled: dict[int, float], p: float) -> dict[int, float]:
+    """Those whose information is nearest to the entropy, until they sum to p."""
+    total = math.fsum(map(math.exp, scaled.values()))
+    chance = {i: math.exp(x) / total for i, x in scaled.items()}
+    entropy = -math.fsum(q * math.log(q) for q in chance.values())
+    kept, reached = {}, 0.0
+    for i in sorted(chance, key=lambda i: (abs(-math.log(chance[i]) - entropy), i)):
+        if reached >= p:
+            break
+        kept[i] = scaled[i]
+        reached += chance[i]
+    return kept
+
+
+def without_top_choices(scaled: dict[int, float], threshold: float) -> dict[int, float]:
+    """All at or above the threshold dropped, but the least likely of them."""
+    total = math.fsum(map(math.exp, scaled.values()))
+    top = [i for i, x in scaled.items() if math.exp(x) / total >= threshold]
+    least = min(top, key=lambda i: (scaled[i], -i), default=None)
+    return {i: x for i, x in scaled.items() if i not in top or i == least}
+
+
+def exact_mixture(logits: Sequence[float], params: SamplingParams, **history: Any) -> list[float]:
+    """Probability of each token after all steps, over all seeds; plug-ins included."""
+    processed = processed_logits(logits, params, **history)
+    best = max(processed)
+    scaled = {i: (x - best) / params.temperature for i, x in enumerate(processed) if x > -math.inf}
+    weighted = [(1.0, scaled)]
+    for name, pairs in params.logits_processors:
+        settings = dict(pairs)
+        if name == "typical":
+            weighted = [(w, typical_tokens(x, settings.get("p", 0.95))) for w, x in weighted]
+        if name == "xtc":
+            chance, threshold = settings.get("probability", 0.5), settings.get("threshold", 0.1)
+            weighted = [(w * (1 - chance), x) for w, x in weighted] + [
+                (w * chance, without_top_choices(x, threshold)) for w, x in weighted
+            ]
+    cuts = replace(params, temperature=1.0, logits_processors=())
+    mixture = [0.0] * len(logits)
+    for weight, left in weighted:
+        row = [left.get(i, -math.inf) for i in range(len(logits))]
+        for i, probability in enumerate(exact_distribution(row, cuts)):
+            mixture[i] += weight * probability
+    return mixture
 
 
 def kept_tokens(logits: Sequence[float], params: SamplingParams) -> tuple[dict[int, float], bool]:

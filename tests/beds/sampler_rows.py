@@ -25,7 +25,7 @@ def make_row(
     """A request that has generated `output`, as it resumes."""
     tokens = (*prompt, *output)
     start = NewRequest(row, row, tokens, len(prompt), params, seed, tuple(eos))
-    return RowState.from_new_request(start)
+    return RowState(start)
 
 
 def sample(logits: Any, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:

@@ -11,16 +11,19 @@ so it also shows when a resumed request takes its output for prompt (C14).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.messages import (
+    SMALL_MODEL,
     NewRequest,
+    PromptLogprobs,
     RowFault,
     SampledToken,
     ScheduledRequest,
     SchedulerOutput,
     StepResult,
+    TokenLogprobs,
     Transfer,
 )
 
@@ -57,6 +60,7 @@ class TapeRow:
         self.token_ids = list(start.token_ids)
         self.block_table: list[int] = []
         self.histories: list[int] = []
+        self.num_scored = start.num_prompt_logprobs
         self._extend()
 
     @property
@@ -107,9 +111,10 @@ class TapeModel:
         self.scripts = dict(scripts or {})
         self.faults = dict(faults or {})
         self.num_slots = self.num_tier_slots = num_slots
-        self.kept: dict[int, list[Slot | None]] = {}
-        """What is stored in each slot of the tiers."""
-        self.broken_slots: set[int] = set()
+        self.costs = SMALL_MODEL
+        self.kept: dict[int, list[Slot | None] | None] = {}
+        """What is stored in each slot of the tiers; None: what was lost before it came there."""
+        self.broken_slots: Container[int] = ()
         """Those that can't be read."""
         self.slots: list[Slot | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, TapeRow] = {}
@@ -122,6 +127,9 @@ class TapeModel:
         """Compute a step."""
         for start in plan.starts:
             self.rows[start.row] = TapeRow(start)
+        for number, token_ids in plan.forced:
+            for token_id in token_ids:
+                self.rows[number].append(token_id)
         self.lost = set()
         for transfer in plan.transfers:
             self._move(transfer)
@@ -129,12 +137,15 @@ class TapeModel:
             self._write(entry)
         sampled: list[SampledToken] = []
         faults: list[RowFault] = []
+        scored: list[PromptLogprobs] = []
         for entry in plan.scheduled:
             row = self.rows[entry.row]
             if self.lost & set(entry.new_block_ids):
-                faults.append(RowFault(entry.row, "K/V could not be read back"))
+                faults.append(RowFault(entry.row, "K/V could not be read back", retry=True))
                 continue
             self._read_back(entry, row)
+            if row.start.params.prompt_logprobs is not None:
+                scored.append(self._score(entry, row))
             if self._fails(entry, row):
                 faults.append(RowFault(entry.row, "the tape tore"))
             elif entry.samples:
@@ -142,7 +153,7 @@ class TapeModel:
                 row.append(token_id)
                 sampled.append(SampledToken(entry.row, token_id))
         self._trace(plan)
-        return StepResult(plan.step, tuple(sampled), tuple(faults))
+        return StepResult(plan.step, tuple(sampled), tuple(faults), tuple(scored))
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -159,6 +170,16 @@ class TapeModel:
         for slot in range(start, start + self.block_size):
             self.slots[slot] = Slot(-1, -1, -1, -1)
 
+    def keep(self, token_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Have in these slots the last blocks of a prompt, as another process left them."""
+        history, written = 0, list[Slot | None]()
+        for position, token_id in enumerate(token_ids):
+            history = mix(history, token_id)
+            written.append(Slot(-1, token_id, position, history))
+        for number, slot in enumerate(reversed(slots)):
+            end = len(written) - number * self.block_size
+            self.kept[slot] = written[end - self.block_size : end]
+
     def slot_of(self, row: TapeRow, position: int) -> int:
         """slot = block_table[position // block_size] * block_size + position % block_size."""
         block_index, offset = divmod(position, self.block_size)
@@ -172,15 +193,25 @@ class TapeModel:
         self.moves[kind] += 1
         if kind == "copy":
             self.slots[self.block(target)] = self.slots[self.block(source)]
+            if source in self.lost:
+                self.lost.add(target)
         elif kind == "store":
             assert target < sum(self.num_slots), "a tier is larger than its budget"
-            self.kept[target] = self.slots[self.block(source)]
+            if target in self.kept:
+                raise KVCorruption(f"what is kept in slot {target} was not given up")
+            self.kept[target] = None if source in self.lost else self.slots[self.block(source)]
+        elif kind == "drop":
+            del self.kept[target]
         else:
             assert kind == "load"
-            self.slots[self.block(target)] = self.kept[source]
-            if source in self.broken_slots:
+            if source not in self.kept:
+                raise KVCorruption(f"nothing is kept in slot {source}")
+            kept = self.kept[source]
+            if source in self.broken_slots or kept is None:
                 self.poison(target)
                 self.lost.add(target)
+            else:
+                self.slots[self.block(target)] = kept
 
     def _write(self, entry: ScheduledRequest) -> None:
         row = self.rows[entry.row]
@@ -205,6 +236,15 @@ class TapeModel:
                     f"request {row.start.request_id} wants (token, position, history) {wanted} "
                     f"in slot {self.slot_of(row, position)}, which holds {slot}"
                 )
+
+    def _score(self, entry: ScheduledRequest, row: TapeRow) -> PromptLogprobs:
+        """The prompt tokens that follow these positions, each once and in order (C43)."""
+        begin, last = row.num_scored, row.start.num_prompt_tokens - 1
+        if entry.num_computed_tokens > begin < last:
+            raise KVCorruption(f"{entry} leaves prompt token {begin + 1} without a score")
+        row.num_scored = max(begin, min(entry.num_computed_tokens + entry.num_new_tokens, last))
+        scores = (TokenLogprobs(float(-i), 1, ()) for i in range(begin, row.num_scored))
+        return PromptLogprobs(entry.row, tuple(scores))
 
     def _fails(self, entry: ScheduledRequest, row: TapeRow) -> bool:
         index = self.faults.get(row.start.request_id)

@@ -89,6 +89,9 @@ class TinyWeights:
         self.shape(name)
         return None
 
+    def release(self) -> None:
+        pass
+
 
 def make_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights under Hugging Face names, scaled so that each stage has a say."""

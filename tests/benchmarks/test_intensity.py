@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
 from octavo.checkpoint import ModelConfig
 
-BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
-
-TOY = ModelConfig(
-    architecture="llama",
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-    vocab_size=10,
-    max_position_embeddings=64,
-)
 LINEAR = ("qkv", "o_proj", "gate_up", "down")
 
 
 @pytest.fixture(scope="module")
-def intensity() -> Iterator[ModuleType]:
-    """The script as a module; its neighbours are on the path as when it runs."""
-    spec = importlib.util.spec_from_file_location("intensity", BENCHMARKS / "intensity.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        spec.loader.exec_module(module)
-        yield module
+def intensity(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("intensity")
 
 
-def test_counts_of_a_toy_by_hand(intensity: ModuleType) -> None:
+def test_counts_of_a_toy_by_hand(intensity: ModuleType, toy: ModelConfig) -> None:
     """R2, R52: a prefill of 3 and a decode at context 5; elements of 2 bytes, sums of 4."""
-    work = intensity.stages(TOY, [3, 1], [3, 5])
+    work = intensity.stages(toy, [3, 1], [3, 5])
     # 4 rows; 2 layers; per layer [16, 8], [8, 8], [24, 8], [8, 12]; the head [10, 8] on 2 rows.
     assert work["qkv"] == (2 * 2 * 4 * 16 * 8, 2 * (2 * (128 + 32) + 4 * 4 * 16))
     assert work["o_proj"] == (2 * 2 * 4 * 8 * 8, 2 * (2 * (64 + 32) + 4 * 4 * 8))

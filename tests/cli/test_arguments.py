@@ -103,10 +103,21 @@ def test_plain_sizes_are_what_they_say(value: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("8k", 8192), ("512M", 512 << 20), ("1.5g", 3 << 29), ("2GiB", 2 << 30), ("-1", -1)],
+    [
+        ("8k", 8192),
+        ("512M", 512 << 20),
+        ("1.5g", 3 << 29),
+        ("2GiB", 2 << 30),
+        ("-1", -1),
+        ("0.5k", 512),
+    ],
 )
 def test_sizes_take_units_of_1024(text: str, value: int) -> None:
     assert size(text) == value
+
+
+def test_a_size_beyond_floating_point_is_a_size() -> None:
+    assert size("9" * 400 + ".0g") == int("9" * 400) << 30
 
 
 @pytest.mark.parametrize("text", ["", "k", "8kk", "1.5", "8x", "1e3", "-2k", "0x10"])
@@ -136,6 +147,11 @@ def test_sizes_refuse_what_is_no_size(text: str) -> None:
         ["generate", "--prompt", "x", "--max-tokens", "many"],
         ["bench", "throughput"],
         ["models", "forget"],
+        ["models", "list", "smollm2-135m"],
+        ["models", "clear", "x"],
+        ["models", "fetch", ""],
+        ["scenario", "list", "slot-137"],
+        ["serve", "a", "--model", "b"],
     ],
     ids=" ".join,
 )
@@ -163,7 +179,15 @@ def test_a_misspelt_flag_is_told_its_neighbour(capsys: pytest.CaptureFixture[str
 
 def test_impossible_settings_are_one_line_and_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("serve", "--block-size", "3") == 1
-    assert capsys.readouterr().err == "octavo: block_size is 3, but must be a power of two\n"
+    assert capsys.readouterr().err == (
+        "octavo: block_size is 3, but must be a power of two, at most 65,536\n"
+    )
+
+
+@pytest.mark.parametrize("value", [2**40, 2**17])
+def test_a_block_has_a_sane_size(value: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("serve", "--block-size", str(value)) == 1
+    assert "but must be a power of two, at most 65,536" in capsys.readouterr().err
 
 
 def test_version_and_bare_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +20,8 @@ from beds.fake_llm import FakeLLM, made
 from octavo.cli.main import main
 from octavo.errors import ModelLoadError
 from octavo.outputs import StreamEvent
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def test_generate_prints_the_exact_text_and_nothing_else_on_stdout(
@@ -34,6 +37,7 @@ def test_generate_prints_the_exact_text_and_nothing_else_on_stdout(
     [(prompt, params)] = made[0].asked
     assert prompt == "The capital"
     assert (params.temperature, params.max_tokens) == (0.0, 256)
+    assert made[0].is_closed, "what is to outlive the process is written"
 
 
 @pytest.mark.parametrize(("flags", "max_tokens"), [([], 60), (["--max-tokens", "61"], 61)])
@@ -125,6 +129,54 @@ def test_interrupting_one_answer_exits_130_without_a_traceback(
     assert main(["generate", "--prompt", "x"]) == 130
     assert capsys.readouterr() == ("ab", "\n")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupted_before_the_command_begins_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("octavo.cli.main.build_parser", lambda: signal.raise_signal(signal.SIGINT))
+    assert main(["models"]) == 130
+    assert capsys.readouterr() == ("", "\n")
+
+
+@pytest.mark.parametrize("module", ["argparse", "octavo.cli.main", "octavo.cli.options"])
+def test_interrupted_while_modules_are_imported_is_quiet(module: str) -> None:
+    """By the entry that the installed command has, from its first import on."""
+    entry = tomllib.loads(PYPROJECT.read_text())["project"]["scripts"]["octavo"]
+    script = f"""
+import importlib.metadata, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            signal.raise_signal(signal.SIGINT)
+for name in [name for name in sys.modules if name == {module!r}]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["octavo", "models"]
+sys.exit(importlib.metadata.EntryPoint("octavo", {entry!r}, "console_scripts").load()())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (130, "", "")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), MemoryError("Unable to allocate 2.9 PiB")])
+def test_settings_that_no_memory_can_hold_are_one_line(
+    error: MemoryError, engine: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.script = [error]
+    assert main(["generate", "--prompt", "x"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("octavo: not enough memory")
+    assert str(error) in err
+    assert err.count("\n") == 1
+
+
+def test_an_answer_that_waited_too_long_is_an_error(
+    engine: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.script = [StreamEvent(0, 0, "", (), finish_reason="timeout")]
+    assert main(["generate", "--prompt", "x"]) == 1
+    assert "max_queue_seconds" in capsys.readouterr().err
 
 
 def test_an_error_is_one_line_on_stderr_and_exit_1(
@@ -340,6 +392,7 @@ def test_bench_throughput_prints_a_table_for_people(
     "content",
     [
         "{",
+        "[" * 100_000,
         [],
         {},
         {"requests": []},
@@ -348,7 +401,7 @@ def test_bench_throughput_prints_a_table_for_people(
         {"requests": [{"prompt_ids": [1], "max_tokens": 0}]},
         {"requests": [{"prompt": "x", "max_tokens": 1}]},
     ],
-    ids=json.dumps,
+    ids=lambda content: json.dumps(content)[:60],
 )
 def test_a_broken_workload_is_refused_before_anything_loads(
     content: object, engine: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]

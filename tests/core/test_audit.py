@@ -6,16 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
+from beds.assertions import unseen
 from beds.core_bed import CoreBed
 from beds.tape_model import KVCorruption, Slot
+from octavo.core import audit
 from octavo.core.event_log import Event, EventLog, Reason
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.radix_cache import Node
 from octavo.core.scheduler import Scheduler
-from octavo.request import Status
+from octavo.request import Status, Swapped
 
 
 def busy_bed() -> CoreBed:
-    """Request 0 and 1 run and share a prefix, 2 waits, 3 was preempted; something is cached."""
-    bed = CoreBed(num_blocks=32, max_num_seqs=3)
+    """Request 1 and 2 run and share a prefix, 3 was preempted, 4 waits; something is cached."""
+    bed = CoreBed(num_blocks=32, max_num_seqs=3, num_slots=(4, 0))
     bed.add(list(range(9)), 1)
     bed.run()
     for i in range(3):
@@ -27,75 +31,10 @@ def busy_bed() -> CoreBed:
     return bed
 
 
-def lose_a_request(s: Scheduler) -> None:
-    del s.requests[1]
-
-
-def run_twice(s: Scheduler) -> None:
-    s.waiting.push(s.requests[1], 0)
-
-
-def wait_with_blocks(s: Scheduler) -> None:
-    s.requests[4].block_ids.append(0)
-
-
-def wait_with_a_row(s: Scheduler) -> None:
-    s.requests[4].row = 0
-
-
-def wait_having_computed(s: Scheduler) -> None:
-    s.requests[4].num_computed_tokens = 4
-
-
-def wrong_status(s: Scheduler) -> None:
-    s.requests[1].status = Status.WAITING
-
-
-def nothing_left_to_compute(s: Scheduler) -> None:
-    s.requests[1].num_computed_tokens = s.requests[1].num_tokens
-
-
-def shared_row(s: Scheduler) -> None:
-    s.requests[1].row = s.requests[2].row
-
-
-def lost_row(s: Scheduler) -> None:
-    s.free_rows.pop()
-
-
-def lost_block(s: Scheduler) -> None:
-    s.kv.pool.release([s.requests[1].block_ids.pop()])
-
-
 def too_many_blocks(s: Scheduler) -> None:
     block_ids = s.kv.pool.allocate(1)
     assert block_ids is not None
     s.requests[1].block_ids += block_ids
-
-
-def stray_reference(s: Scheduler) -> None:
-    s.kv.pool.share([s.requests[1].block_ids[0]])
-
-
-def freed_while_in_use(s: Scheduler) -> None:
-    s.kv.pool.release([s.requests[1].block_ids[-1]])
-
-
-def held_twice(s: Scheduler) -> None:
-    s.requests[1].block_ids.append(s.requests[1].block_ids[0])
-
-
-def foreign_block(s: Scheduler) -> None:
-    s.requests[1].block_ids[-1] = s.requests[2].block_ids[-1]
-
-
-def stray_pin(s: Scheduler) -> None:
-    node = next(iter(s.kv.cache.nodes()))
-    node.pins += 1
-
-
-def forgotten_pin(s: Scheduler) -> None:
-    s.kv._pinned[99] = next(iter(s.kv.cache.nodes()))
 
 
 def unpinned_in_use(s: Scheduler) -> None:
@@ -103,45 +42,68 @@ def unpinned_in_use(s: Scheduler) -> None:
     s.kv.cache.unpin(s.kv._pinned.pop(2))
 
 
-def miscounted_preemptions(s: Scheduler) -> None:
-    s.journal.num_dropped.clear()
+def foreign_block(s: Scheduler) -> None:
+    s.requests[1].block_ids[-1] = s.requests[2].block_ids[-1]
 
 
-def held_though_running(s: Scheduler) -> None:
-    s.journal.waiting_for[1] = Reason.NO_BLOCKS
+def miscounted_behind_the_checks(s: Scheduler) -> None:
+    s.kv.check = lambda *args: None  # type: ignore[method-assign]
+    s.kv.cache.num_evictable += 1
 
 
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        lose_a_request,
-        run_twice,
-        wait_with_blocks,
-        wait_with_a_row,
-        wait_having_computed,
-        wrong_status,
-        nothing_left_to_compute,
-        shared_row,
-        lost_row,
-        lost_block,
-        too_many_blocks,
-        stray_reference,
-        freed_while_in_use,
-        held_twice,
-        foreign_block,
-        stray_pin,
-        forgotten_pin,
-        unpinned_in_use,
-        miscounted_preemptions,
-        held_though_running,
-    ],
-)
-def test_audit_sees(corrupt: Callable[[Scheduler], None]) -> None:
-    """Whatever is broken by hand, in an otherwise sound scheduler, raises."""
+def top(s: Scheduler) -> Node:
+    return next(iter(s.kv.cache.nodes()))
+
+
+CORRUPTIONS: list[tuple[Callable[[Scheduler], object], str]] = [
+    (lambda s: s.waiting.put_back(s.requests[3]), "waits twice"),
+    (lambda s: s.waiting.push(s.requests[1], 0), "both waits and runs"),
+    (lambda s: s.requests.pop(1), "was lost"),
+    (lambda s: s.requests.update({99: s.requests[1]}), "was lost"),
+    (lambda s: s.journal.waiting_for.update({1: Reason.NO_BLOCKS}), "is held that does not wait"),
+    (lambda s: s.journal.num_dropped.clear(), "preempted requests are miscounted"),
+    (lambda s: setattr(s.requests[4], "status", Status.FINISHED), "in the queue"),
+    (lambda s: s.requests[4].block_ids.append(0), "waits and holds blocks"),
+    (lambda s: setattr(s.requests[4], "row", 0), "waits and holds a row"),
+    (lambda s: setattr(s.requests[4], "num_computed_tokens", 4), "claims computed tokens"),
+    (lambda s: setattr(s.requests[4], "swapped", Swapped([], 0)), "never ran"),
+    (lambda s: setattr(s.requests[1], "status", Status.WAITING), "among the running"),
+    (lambda s: setattr(s.requests[1], "num_computed_tokens", 11), "has nothing to do"),
+    (lambda s: setattr(s, "limits", s.limits._replace(max_model_len=11)), "is too long"),
+    (lambda s: setattr(s.requests[1], "max_tokens", 1), "goes on too long"),
+    (lambda s: setattr(s.requests[1], "row", s.requests[2].row), "a row is lost or has two owners"),
+    (lambda s: s.free_rows.pop(), "a row is lost or has two owners"),
+    (lambda s: s.kv.pool.release([s.requests[1].block_ids.pop()]), "lost some"),
+    (too_many_blocks, "holds too many"),
+    (miscounted_behind_the_checks, "free, evictable and used blocks do not add up"),
+    (lambda s: s.kv.slots.allocate(1), "slots are not those of tree and waiting requests"),
+    (lambda s: s.kv.cache.dropped_slots.append(0), "slots left the tree and were not given back"),
+    (lambda s: s.kv._find_place(s.requests[1]), "a place is kept of one that does not wait"),
+    (lambda s: s.requests[1].block_ids.append(s.requests[1].block_ids[0]), "holds a block twice"),
+    (lambda s: s.kv._pinned.update({99: top(s)}), "left without letting go of its prefix"),
+    (lambda s: s.kv.pool.share([s.requests[1].block_ids[0]]), "references are not those of tables"),
+    (lambda s: s.kv.pool.release([s.requests[1].block_ids[-1]]), "references are not those"),
+    (foreign_block, "references are not those of tables and tree"),
+    (lambda s: setattr(top(s), "pins", top(s).pins + 1), "number of evictable|pins are not those"),
+    (unpinned_in_use, "an evictable block is in use"),
+]
+
+
+@pytest.mark.parametrize(("corrupt", "message"), CORRUPTIONS)
+def test_audit_sees(corrupt: Callable[[Scheduler], object], message: str) -> None:
+    """Whatever is broken by hand, in an otherwise sound scheduler, is called by its name."""
     bed = busy_bed()
     corrupt(bed.scheduler)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=message):
         bed.scheduler.audit()
+
+
+def test_every_assertion_of_the_audit_is_seen_to_fail() -> None:
+    """None that can't, and none that nobody has tried."""
+    said = [part for _, message in CORRUPTIONS for part in message.split("|")]
+    said.append("blocks are in use though nothing runs")
+    audits = (audit.audit, audit._audit_requests, audit._audit_blocks, KVCacheManager.check)
+    assert unseen(said, *audits) == []
 
 
 def test_audit_sees_what_is_left_behind_at_idle() -> None:
@@ -149,8 +111,17 @@ def test_audit_sees_what_is_left_behind_at_idle() -> None:
     bed = CoreBed()
     bed.add(list(range(9)), 2)
     bed.run()
-    bed.scheduler.kv.pool.allocate(1)
-    with pytest.raises(AssertionError):
+    kv = bed.scheduler.kv
+    kv.check = lambda *args: None  # type: ignore[method-assign]
+    match = kv.cache.match(list(range(9)), 8)
+    assert match is not None
+    node = kv.cache.pin(match)
+    with pytest.raises(AssertionError, match="in use though nothing runs"):
+        bed.scheduler.audit()
+    kv.cache.unpin(node)
+    bed.scheduler.audit()
+    kv.pool.allocate(1)
+    with pytest.raises(AssertionError, match="do not add up"):
         bed.scheduler.audit()
 
 

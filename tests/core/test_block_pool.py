@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from beds.assertions import unseen
 from octavo.core.block_pool import BlockPool
 
 
@@ -81,6 +82,7 @@ def test_check_sees_corruption() -> None:
         return pool
 
     broken().check()
+    said: list[str] = []
     for changes, message in (
         ({"_free": [2, 2, 3]}, "freed twice"),
         ({"_free": [1, 2, 3]}, "still referenced"),
@@ -91,3 +93,5 @@ def test_check_sees_corruption() -> None:
     ):
         with pytest.raises(AssertionError, match=message):
             broken(**changes).check()
+        said.append(message)
+    assert unseen(said, BlockPool.check) == []

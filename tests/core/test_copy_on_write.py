@@ -19,6 +19,17 @@ def add_group(bed: CoreBed, tokens: list[int], max_tokens: int, n: int) -> list[
     return [leader, *(bed.add(tokens, max_tokens, leader=leader) for _ in range(n - 1))]
 
 
+@pytest.mark.parametrize("scope", ["", "x"])
+def test_answers_to_another_prompt_share_nothing(scope: str) -> None:
+    """A mistake of ours, and a loud one: another prompt, or another scope, has another leader."""
+    bed = CoreBed()
+    leader = bed.add(prompt(9), 6)
+    bed.add(prompt(9) if scope else [*prompt(7), 1, 8], 6, leader=leader, scope=scope)
+    bed.step()
+    with pytest.raises(AssertionError, match="its leader"):
+        bed.step()
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("length", range(1, 14))
 def test_n_answers_share_one_prefill(length: int, prefix_caching: bool) -> None:

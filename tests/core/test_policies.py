@@ -308,6 +308,17 @@ def test_idleness_earns_no_credit_and_costs_no_memory() -> None:
     assert len(order._heap) <= 70
 
 
+def test_fair_share_shows_its_queue_in_the_order_in_which_it_serves() -> None:
+    """Tenants that got equally much go by arrival, whatever they are called, for whoever looks
+    past the head as for the head itself (skip_limit)."""
+    bed = CoreBed(max_num_seqs=1, scheduling_policy="fair_share")
+    for tenant in ("z", "a", "m", "a", "z"):
+        bed.add([1, 2, 3], 3, tenant=tenant)
+    order = bed.scheduler.waiting
+    assert [request.request_id for request in order] == [0, 4, 1, 3, 2]
+    assert next(iter(order)) is order.peek()
+
+
 def test_fair_share_goes_by_arrival_inside_a_tenant() -> None:
     bed = CoreBed(max_num_seqs=1, scheduling_policy="fair_share")
     for i in range(12):
@@ -393,7 +404,7 @@ def test_each_victim_policy_takes_who_it_names(victim: str, wanted: int) -> None
         request.token_ids += [0] * num_output
         request.rank = rank
         requests.append(request)
-    policy = VICTIM_POLICIES[victim]()
+    policy = VICTIM_POLICIES[victim](lambda request: 0)
     assert policy.choose(requests).request_id == wanted
     assert policy.choose(requests[::-1]).request_id == wanted
     assert policy.choose(requests[:1]) is requests[0]

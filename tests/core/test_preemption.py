@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -65,6 +65,9 @@ def test_a_step_that_preempts_admits_nobody() -> None:
 
 class FirstAdmitted:
     """The worst victim: one whose part of the step is planned already."""
+
+    def __init__(self, cost: Callable[[Request], int]) -> None:
+        pass
 
     def choose(self, running: Iterable[Request]) -> Request:
         return next(iter(running))

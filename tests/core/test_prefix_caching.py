@@ -215,8 +215,8 @@ def test_waiting_in_the_queue_does_not_match_again_and_again() -> None:
     bed.step()
     bed.add(prompt(28, 1), 2)
     calls = []
-    match = bed.scheduler.kv.cache.match
-    bed.scheduler.kv.cache.match = lambda *args: calls.append(1) or match(*args)  # type: ignore[method-assign,func-returns-value]
+    match = bed.scheduler.kv.cache.match_at
+    bed.scheduler.kv.cache.match_at = lambda *args: calls.append(1) or match(*args)  # type: ignore[method-assign,func-returns-value]
     for _ in range(20):
         bed.step()
     assert len(calls) == 1

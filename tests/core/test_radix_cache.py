@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
-from octavo.core.radix_cache import Node, RadixCache
+from beds.assertions import unseen
+from octavo.core import radix_check
+from octavo.core.radix_cache import Node, Place, RadixCache
 
 
 def tokens(text: str) -> list[int]:
@@ -258,49 +261,95 @@ def test_random_use_against_a_model() -> None:
         assert set(cache.block_ids()) == in_tree
 
 
-def test_check_sees_corruption() -> None:
-    """Each way to break the tree is noticed."""
+def test_a_place_found_before_is_the_place_found_now() -> None:
+    """C109: asked again after inserts, hits, splits, evictions and moves to and from the tier, a
+    prompt leaves the tree where a new search says; some answers of before do hold."""
+    rng = random.Random(5)
+    cache = RadixCache(2)
+    prompts = [[rng.randrange(2) for _ in range(n)] for n in range(14) for _ in range(3)]
+    before: dict[int, Place] = {}
+    slots = iter(range(10**9))
+    num_held = 0
+    for step in range(1500):
+        prompt, choice = rng.choice(prompts), rng.random()
+        if choice < 0.4 and len(prompt) > 1:
+            ids = range(1000 * step, 1000 * step + len(prompt) // 2)
+            cache.insert(prompt, ids, rng.choice("xy"), pin=False)
+        elif choice < 0.6:
+            match = cache.match(prompt, len(prompt), "x")
+            if match is not None and match.node is not None:
+                cache.unpin(cache.pin(match))
+        elif choice < 0.8:
+            cache.evict(rng.randrange(4))
+        elif choice < 0.9:
+            cache.evict(rng.randrange(4), lambda ids: [next(slots) for _ in ids])
+        else:
+            cache.evict_slots(rng.randrange(4))
+        for i, other in enumerate(prompts):
+            now = cache.find(other, len(other), "x")
+            again = cache.find(other, len(other), "x", before.get(i))
+            assert again == now
+            num_held += again is before.get(i)
+            before[i] = again
+    assert num_held > 1000
 
-    def leaf(cache: RadixCache) -> Node:
-        return next(node for node in cache.nodes() if not node.children)
 
-    def drop_tokens(cache: RadixCache) -> None:
-        leaf(cache).block_tokens.pop()
+def leaf(cache: RadixCache) -> Node:
+    return next(node for node in cache.nodes() if not node.children)
 
-    def wrong_key(cache: RadixCache) -> None:
-        leaf(cache).block_tokens[0] = (0, 0)
 
-    def half_block(cache: RadixCache) -> None:
-        node = next(node for node in cache.nodes() if len(node.block_tokens) > 1)
-        node.block_tokens[1] = (0,)
+def first(cache: RadixCache) -> Node:
+    return next(iter(cache.nodes()))
 
-    def stray_pin(cache: RadixCache) -> None:
-        leaf(cache).pins += 1
 
-    def lost_leaf(cache: RadixCache) -> None:
-        cache._leaves[0].clear()
+def without_parent(cache: RadixCache) -> None:
+    leaf(cache).parent = None
 
-    def twice(cache: RadixCache) -> None:
-        leaf(cache).block_ids[0] = 0
 
-    def miscounted(cache: RadixCache) -> None:
-        cache.num_blocks += 1
+def empty(cache: RadixCache) -> None:
+    leaf(cache).block_ids.clear()
 
-    def misjudged(cache: RadixCache) -> None:
-        cache.num_evictable -= 1
 
-    for corrupt, message in (
-        (drop_tokens, "lost its tokens"),
-        (wrong_key, "wrong key"),
-        (half_block, "half-filled"),
-        (stray_pin, "unpinned ancestor"),
-        (lost_leaf, "can't be found"),
-        (twice, "twice"),
-        (miscounted, "number of cached"),
-        (misjudged, "number of evictable"),
-    ):
-        cache = cache_with("aabbcc", "aabbdd")
+def resident_behind_the_tier(cache: RadixCache) -> None:
+    cache.num_evictable_slots = len(first(cache).block_ids)
+    first(cache).in_tier = True
+
+
+def twice_in_the_tier(cache: RadixCache) -> None:
+    cache.evict(2, lambda block_ids: [7] * len(block_ids))
+
+
+CORRUPTIONS: list[tuple[Callable[[RadixCache], object], str]] = [
+    (without_parent, "a node that left is still in the tree"),
+    (empty, "an empty node is in the tree"),
+    (lambda cache: setattr(leaf(cache), "token_ids", (1,)), "an edge holds other than whole"),
+    (lambda cache: leaf(cache).block_ids.append(99), "an edge holds other than whole blocks"),
+    (lambda cache: setattr(leaf(cache), "token_ids", (0, 0)), "a node has the wrong key"),
+    (lambda cache: setattr(leaf(cache), "pins", 1), "a pinned node has an unpinned ancestor"),
+    (lambda cache: setattr(first(cache), "num_resident", 1), "the number of resident children"),
+    (resident_behind_the_tier, "a block is behind one that is in the tier"),
+    (lambda cache: cache._leaves[0].clear(), "an unpinned leaf can't be found"),
+    (lambda cache: cache.root("x"), "an empty root was kept"),
+    (lambda cache: cache._scopes.update({99: "y"}), "scopes are not those of the roots"),
+    (lambda cache: leaf(cache).block_ids.__setitem__(0, 0), "a block is in the tree twice"),
+    (lambda cache: setattr(cache, "_num_nodes", 9), "the number of nodes is wrong"),
+    (lambda cache: setattr(cache, "num_blocks", 9), "the number of cached blocks is wrong"),
+    (twice_in_the_tier, "a slot is in the tree twice"),
+    (lambda cache: setattr(cache, "num_evictable", 9), "the number of evictable blocks is wrong"),
+    (lambda cache: setattr(cache, "num_evictable_slots", 9), "the number of evictable slots"),
+]
+
+
+@pytest.mark.parametrize(("corrupt", "message"), CORRUPTIONS)
+def test_check_sees_corruption(corrupt: Callable[[RadixCache], object], message: str) -> None:
+    """Each way to break the tree is noticed, and called by its name."""
+    cache = cache_with("aabbcc", "aabbdd")
+    cache.check()
+    corrupt(cache)
+    with pytest.raises(AssertionError, match=message):
         cache.check()
-        corrupt(cache)
-        with pytest.raises(AssertionError, match=message):
-            cache.check()
+
+
+def test_every_assertion_of_the_check_is_seen_to_fail() -> None:
+    """None that can't, and none that nobody has tried."""
+    assert unseen([message for _, message in CORRUPTIONS], radix_check.check) == []

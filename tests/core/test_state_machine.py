@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from beds.core_bed import CoreBed, alone
 from octavo.core.batching import BATCHING_MODES
+from octavo.core.event_log import Reason
 from octavo.core.preemption import PREEMPTION_MODES, VICTIM_POLICIES
 from octavo.core.waiting_orders import WAITING_ORDERS
 from octavo.errors import RequestTooLarge
@@ -199,12 +200,20 @@ TestSchedulerMachine.settings = settings(
 
 
 def test_ten_thousand_random_operations() -> None:
-    """C16: add (some in pairs, some with shared prefixes), step, abort, preempt, finish; 16 blocks.
+    """C16: add (n = 2, twins, shared prefixes), step, abort, preempt, finish; 16 blocks, and a few
+    below them.
 
     The audit runs after each; at the end the idle pool is whole.
     """
     rng = random.Random(16)
-    bed = CoreBed(num_blocks=16, max_num_batched_tokens=12, max_num_seqs=6)
+    bed = CoreBed(
+        num_blocks=16,
+        max_num_batched_tokens=12,
+        max_num_seqs=6,
+        preemption_mode="threshold",
+        swap_threshold=12,
+        num_slots=(3, 5),
+    )
     scheduler = bed.scheduler
     prompts: dict[int, list[int]] = {}
 
@@ -217,8 +226,11 @@ def test_ten_thousand_random_operations() -> None:
         if choice < 0.16 and scheduler.num_waiting < 6:
             stem = rng.randrange(4) * 100
             prompt = [*range(stem, stem + rng.randrange(1, 24)), rng.randrange(3)]
+            leader: int | None = None
             for _ in range(rng.randrange(1, 3)):
-                prompts[bed.add(prompt, rng.randrange(1, 20))] = prompt
+                request_id = bed.add(prompt, rng.randrange(1, 20), leader=leader)
+                prompts[request_id] = prompt
+                leader = rng.choice([None, request_id])
         elif choice < 0.20:
             abort_somebody()
             scheduler.audit()
@@ -236,6 +248,8 @@ def test_ten_thousand_random_operations() -> None:
         expected = alone(prompts[request_id], bed.requests[request_id].max_tokens)
         assert bed.outputs[request_id] == expected
     stats = scheduler.stats()
+    assert scheduler.event_log.counts[Reason.FORKED] > 100
+    assert scheduler.event_log.counts[Reason.SWAPPED] > 100
     assert stats.num_preemptions > 100
     assert stats.prefix_hits_tokens > 1000
     assert stats.num_free_blocks + stats.num_cached_blocks == 16

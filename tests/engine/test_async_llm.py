@@ -217,6 +217,42 @@ def test_an_idle_engine_recounts_its_blocks_once(monkeypatch: pytest.MonkeyPatch
     engine.shutdown()
 
 
+def test_an_idle_engine_keeps_its_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once after each time that it worked: a crash of an idle server loses nothing of them."""
+    monkeypatch.setattr(async_llm, "IDLE_AUDIT_SECONDS", 0.01)
+    bed = EngineBed()
+    saved: list[tuple[str, int]] = []
+    bed.model.load_prefixes = lambda path: []  # type: ignore[attr-defined]
+    bed.model.save_prefixes = lambda path, runs, go_on: saved.append((path, len(runs)))  # type: ignore[attr-defined]
+    bed.core.prefixes.begin("kept", 0.0)
+
+    async def body(engine: AsyncLLM) -> None:
+        for number in (1, 2):
+            async for _ in engine.submit([number, 6, 7, 8, 9], params(max_tokens=3)):
+                pass
+            for _ in range(500):
+                await asyncio.sleep(0.01)
+                if len(saved) == number:
+                    break
+            assert len(saved) == number
+        engine.abort([])
+        await asyncio.sleep(0.1)
+        assert saved == [("kept", 0), ("kept", 0)], "no tier, no block; but it was asked for twice"
+
+    with_async_engine(bed, body)
+    assert len(saved) == 2, "nothing had changed since"
+
+
+def test_an_idle_engine_gets_ready_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C98: the vocabulary for the first grammar holds the interpreter while it is built; that is
+    done when nobody waits."""
+    monkeypatch.setattr(async_llm, "IDLE_AUDIT_SECONDS", 0.01)
+    bed = EngineBed()
+    engine = async_engine(bed)
+    wait_until(lambda: "_vocabulary" in vars(bed.core.grammars))
+    engine.shutdown()
+
+
 def test_a_closed_loop_does_not_hurt_the_engine() -> None:
     """A caller whose event loop died mid-answer: its request ends, others go on."""
     bed = EngineBed()

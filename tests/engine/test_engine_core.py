@@ -41,7 +41,7 @@ def test_a_fault_ends_its_own_request_only(where: str) -> None:
         stream = bed.core.outputs.answers[1].text
         calls = [stream.push, stream.push, mock.Mock(side_effect=ZeroDivisionError)]
         fail = mock.Mock(side_effect=lambda *args: calls.pop(0)(*args))
-        bed.core.outputs.answers[1].text = mock.Mock(push=fail)
+        vars(stream)["push"] = fail
     events = bed.run()
     last = events[1, 0][-1]
     assert last.finish_reason == "error"

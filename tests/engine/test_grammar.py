@@ -210,7 +210,7 @@ def test_preempted_anywhere_the_answer_is_the_same() -> None:
 
 def test_a_token_that_the_grammar_refuses_ends_the_request() -> None:
     """C73: an error within the step, nothing of the token shown, blocks free."""
-    engine = bed()
+    engine = bed(scheduling={"jump_forward": False})
     engine.add([9, 8, 7], grammar=GrammarSpec.regex("a{9}"), max_tokens=60)
     (first,) = engine.core.step()
     with mock.patch.object(engine.model, "_next_token", return_value=FIRST_BYTE + ord("z")):
@@ -346,6 +346,28 @@ ATTACKS: dict[str, Callable[[], GrammarSpec]] = {
     "cycle": lambda: GrammarSpec.json({"$ref": "#"}),
     "ambiguous": lambda: GrammarSpec.lark("start: s\ns: s s s | s s | /[a-z]/ | /[a-f]+/"),
 }
+
+
+LONG: dict[str, str] = {
+    "letters": "a{5000}",
+    "nested": "(ab{9}){1000}",
+    "constant": literal_regex("x y" * 4000),
+}
+
+
+@pytest.mark.parametrize("form", LONG)
+def test_thousands_of_tokens_without_a_choice_are_refused(form: str) -> None:
+    """C98: each step would look at all of them, and hold up everybody."""
+    engine = bed()
+    with pytest.raises(RequestError, match="no choice"):
+        engine.add([5], grammar=GrammarSpec.regex(LONG[form]))
+    victim = engine.add([9, 8, 7], grammar=GrammarSpec.regex(f"[ab]+;{LONG[form]}"), max_tokens=900)
+    other = engine.add([9, 8, 7], max_tokens=40)
+    engine.model.prefers = lambda output: [FIRST_BYTE + b for b in b";" if len(output) > 3]
+    events = engine.run()
+    assert events[victim, 0][-1].finish_reason == "error"
+    assert "no choice" in str(events[victim, 0][-1].error)
+    assert events[other, 0][-1].finish_reason == "length"
 
 
 def nested(depth: int, width: int) -> dict[str, Any]:

@@ -160,12 +160,35 @@ def test_a_closed_llm_says_so(model: str) -> None:
         llm.generate("abc", GREEDY)
 
 
+def test_closing_waits_for_no_open_stream_and_may_be_said_twice(model: str) -> None:
+    """A stream that is open is told before its memory goes, and its answer is not lost."""
+    llm = LLM(model, num_kv_blocks=8, max_model_len=64)
+    stream = llm.stream("abc", GREEDY)
+    events = [next(stream)]
+    with pytest.raises(RequestError, match="still open"):
+        llm.close()
+    events += stream
+    assert events[-1].finish_reason in ("length", "stop")
+    llm.close()
+    llm.close()
+
+
 def test_an_answer_reports_its_seed_and_the_seed_repeats_it(llm: LLM) -> None:
     """Promise 1: a derived seed is returned, and gives the same answer when sent again."""
     sampled = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
     (first,) = llm.generate("abc", sampled)
     again = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True, seed=first.seed)
     assert llm.generate("abc", again)[0].outputs[0].token_ids == first.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "template", [{"chat_template": 5}, {"chat_template": b""}, {"template_kwargs": 5}]
+)
+def test_a_template_of_another_type_is_refused(llm: LLM, template: dict[str, Any]) -> None:
+    (name,) = template
+    with pytest.raises(RequestError, match=f"{name} must be") as raised:
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, **template)
+    assert raised.value.param == name
 
 
 def test_logprobs_and_n(llm: LLM) -> None:
@@ -193,6 +216,13 @@ def test_unknown_and_impossible_settings_are_refused(model: str) -> None:
     ):
         with pytest.raises(ConfigError, match=f"{name} is .*a whole number"):
             LLM(model=model, **{name: value})
+    for settings, text in (
+        ({"max_model_len": 1}, "max_model_len is 1, but must be at least 2"),
+        ({"file_tier_dir": "/tmp"}, "file_tier_dir is '/tmp'.*used with file_tier_memory"),
+        ({"file_tier_dir": "", "file_tier_memory": 1 << 20}, "file_tier_dir is ''"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            LLM(model=model, **settings)
     with pytest.raises(ConfigError, match=r"enable_prefix_caching is 'no'.*true or false"):
         LLM(model=model, enable_prefix_caching="no")
     with pytest.raises(ConfigError, match="max_model_len"):

@@ -122,6 +122,85 @@ def test_scoring_generates_nothing(llm: LLM) -> None:
         llm.generate([PROMPT], SamplingParams(max_tokens=0))
 
 
+@pytest.mark.parametrize("budget", [7, 64])
+def test_a_prompt_as_long_as_the_model_allows_is_scored(llm: LLM, model: str, budget: int) -> None:
+    """C50, C1: max_model_len tokens, as no answer follows; one more, or one of output, is refused
+    with both numbers, and so is what the pool can't hold."""
+    full = LLM(
+        model, max_model_len=33, block_size=4, max_num_batched_tokens=budget, backend="reference",
+        num_kv_blocks=9,
+    )  # fmt: skip
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=2, temperature=0)
+    (output,) = full.generate([PROMPT], scoring, use_tqdm=False)
+    assert values(output) == values(score(llm, PROMPT))
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("length", [])
+    with pytest.raises(RequestError, match=r"34.*33"):
+        full.generate([[*PROMPT, 5]], scoring, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"34.*33"):
+        full.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False)
+    (after,) = full.generate([PROMPT[:32]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len(after.outputs[0].token_ids) == 1
+    full.close()
+    small = LLM(model, max_model_len=33, block_size=4, num_kv_blocks=8, backend="reference")
+    with pytest.raises(RequestError, match=r"33.*32"):
+        small.generate([PROMPT], scoring, use_tqdm=False)
+    small.close()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("budget", [10, 64])
+def test_answers_to_one_prompt_score_it_once(
+    llm: LLM, model: str, caching: bool, budget: int
+) -> None:
+    """R34, C44: the first of n answers scores the prompt for all; each comes with all scores."""
+    many = LLM(
+        model, max_num_batched_tokens=budget, enable_prefix_caching=caching, block_size=4,
+        **SETTINGS,
+    )  # fmt: skip
+    runner = many._engine.core.executor._runner  # type: ignore[attr-defined]
+    original, scored = runner.sampler.score, []
+
+    def note(logits: Any, token_ids: Any, num_tops: Any) -> Any:
+        scored.extend(token_ids)
+        return original(logits, token_ids, num_tops)
+
+    runner.sampler.score = note
+    settings: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 3, "ignore_eos": True}
+    params = SamplingParams(n=3, prompt_logprobs=2, logprobs=0, **settings)
+    events = list(many.stream(PROMPT, params))
+    first_events = [next(e for e in events if e.index == index) for index in range(3)]
+    assert all(len(event.prompt_logprobs or ()) == len(PROMPT) for event in first_events)
+    assert len({event.prompt_logprobs for event in first_events}) == 1
+    assert scored == PROMPT[1:]
+    assert many.stats().recomputed_tokens == 0
+    (output,) = many.generate([PROMPT], params, use_tqdm=False)
+    assert values(output) == values(score(llm, PROMPT))
+    many.close()
+
+
+@pytest.mark.parametrize("steps_before", [1, 2, 4, 6])
+def test_a_leader_preempted_while_it_scores(llm: LLM, model: str, steps_before: int) -> None:
+    """C43: the others take what it found, and find the rest themselves; no score comes twice."""
+    many = LLM(model, max_num_batched_tokens=10, block_size=4, **SETTINGS)
+    scheduler = many._engine.core.scheduler
+    original, ran = scheduler.schedule, 0
+
+    def schedule() -> Any:
+        nonlocal ran
+        ran += 1
+        if ran == steps_before + 1:
+            assert scheduler.preempt(0)
+        return original()
+
+    scheduler.schedule = schedule  # type: ignore[method-assign]
+    params = SamplingParams(n=3, prompt_logprobs=2, max_tokens=4, seed=3, ignore_eos=True)
+    events = list(many.stream(PROMPT, params))
+    wanted = score(llm, PROMPT).prompt_logprobs
+    found = [e.prompt_logprobs for e in events if e.prompt_logprobs is not None]
+    assert found == [tuple(wanted or ())] * 3
+    many.close()
+
+
 def test_logits_of_a_prompt_never_lie_in_memory_all_at_once(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,8 @@ def test_captured_and_pruned_is_the_plain_model(case: tuple[str, str], data: st.
 
 
 def test_a_step_is_one_list_of_calls() -> None:
-    """Every op of the model is in the list: a step of three layers and the head."""
+    """Every op is in the list, and once for all requests: three layers and the head; of the last
+    layer, sampled rows have their queries, attention and MLP apart (R49, R53, R57, R64, R65)."""
     case = CASES[0]
     model, cache = model_of(case, "odd_sizes", True), pool(case, "odd_sizes")
     forward = captured(case, model, cache)

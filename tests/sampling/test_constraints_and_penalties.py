@@ -143,9 +143,9 @@ def test_constraints_come_before_bias_and_bias_before_penalties() -> None:
     )
     logits = np.array([5, 1, 9, 7], np.float32)
     state = make_row(params, prompt=[1])
-    assert apply_constraints(logits, state)
+    apply_constraints(logits, state)
     assert logits.tolist() == [-INF, 4, -INF, -INF]
-    assert apply_penalties(logits, state)
+    apply_penalties(logits, state)
     assert logits.tolist() == [-INF, 2, -INF, -INF]
     assert sample_token([5, 1, 9, 7], params, prompt=[1]) == 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beds.chi_square import chi_square, critical_value
-from beds.reference_sampler import exact_distribution, reference_sample
-from beds.sampler_rows import make_row, sample_many, sample_one
+from beds.reference_sampler import exact_distribution, exact_mixture, reference_sample
+from beds.sampler_rows import make_row, sample_one
+from octavo.kernels.cpu import make_kernels
 from octavo.messages import RowFault, SampledToken
+from octavo.sampling.native import make_sampler
 from octavo.sampling_params import SamplingParams
 
 NUM_DRAWS = 8000
@@ -31,20 +35,95 @@ COMBINATIONS: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", COMBINATIONS, ids=str)
-def test_draws_follow_the_exact_probabilities(settings: dict[str, Any]) -> None:
-    """R74, R76, R80-R82: chi-square of 8,000 draws over consecutive seeds, at p = 1e-4.
+# One of the truncations each, by name: the settings, and the same one step off.
+TRUNCATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "top_k": ({"top_k": 7}, {"top_k": 8}),
+    "top_p": ({"top_p": 0.85}, {"top_p": 0.95}),
+    "min_p": ({"min_p": 0.12}, {"min_p": 0.3}),
+    "typical": ({"typical": {"p": 0.9}}, {"typical": {"p": 0.98}}),
+    "xtc": (
+        {"xtc": {"probability": 0.4, "threshold": 0.15}},
+        {"xtc": {"probability": 0.7, "threshold": 0.15}},
+    ),
+    "penalties": (
+        {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2,
+         "dry": {"allowed_length": 1}, "logit_bias": {4: 0.8}},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.4,
+         "dry": {"allowed_length": 1}, "logit_bias": {4: 0.8}},
+    ),
+}  # fmt: skip
+PLUG_INS = ("dry", "typical", "xtc")
+HISTORY: dict[str, Any] = {"prompt": [0, 7, 3], "output": [7, 10, 7]}
+SUBSETS = [
+    names for size in range(7) for names in itertools.combinations(TRUNCATIONS, size)
+]  # all 64
 
-    Power: at the same p, the draws are told from those at a temperature 25 % off.
+
+def params_of(names: Sequence[str], off: str = "") -> SamplingParams:
+    """Those truncations together; `off` is the one that is a step off."""
+    merged: dict[str, Any] = {"temperature": 0.8 + 0.4 * (len(names) % 2)}
+    for name in names:
+        merged |= TRUNCATIONS[name][name == off]
+    plug_ins = {name: merged.pop(name) for name in PLUG_INS if name in merged}
+    return SamplingParams(**merged, logits_processors=plug_ins)
+
+
+def draw_counts(params: SamplingParams, num: int) -> np.ndarray:
+    """counts [V] over `num` seeds, by the kernels that serve."""
+    logits = np.tile(np.array(LOGITS, np.float32), (num, 1))
+    rows = [make_row(params, row=i, seed=5000 + i, **HISTORY) for i in range(num)]
+    results = make_sampler(len(LOGITS), make_kernels(threads=1).sampling).sample(logits, rows)
+    return np.bincount(
+        [x.token_id for x in results if isinstance(x, SampledToken)], minlength=len(LOGITS)
+    )
+
+
+def expected_statistic(truth: np.ndarray, others: np.ndarray, num: int) -> float:
+    """Chi-square against `others` that `num` draws from `truth` come to, sampling noise apart."""
+    possible = others > 0
+    if (truth[~possible] > 0).any():
+        return np.inf
+    return float(num * ((truth - others)[possible] ** 2 / others[possible]).sum())
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids="+".join)
+def test_draws_follow_the_exact_probabilities(names: tuple[str, ...]) -> None:
+    """R71, R74, R76, R80-R82: every combination of truncations, plug-ins and penalties included:
+    chi-square of 2,000 draws over consecutive seeds, at p = 1e-4, and the very tokens that stay.
+
+    Power: at the same p, the draws are told from those of which one in eight went to the least
+    likely token instead, and from those with any one of the settings a step off, wherever that
+    is expected to raise the statistic by 85 (3 standard deviations above the critical value).
     """
-    params = SamplingParams(**settings)
-    counts = sample_many(LOGITS, params, NUM_DRAWS, first_seed=1000)
-    probabilities = exact_distribution(LOGITS, params)
-    assert [n > 0 for n in counts] == [p > 0 for p in probabilities]
-    critical = critical_value(np.count_nonzero(probabilities) - 1, 1e-4)
-    assert chi_square(counts, probabilities) < critical
-    flatter = np.array(probabilities) ** (1 / 1.25)
-    assert chi_square(counts, flatter / flatter.sum()) > critical
+    params, num = params_of(names), 2000
+    counts = draw_counts(params, num)
+    truth = np.array(exact_mixture(LOGITS, params, **HISTORY))
+    assert counts.sum() == num
+
+    def told_from(others: np.ndarray) -> bool:
+        if ((counts > 0) & (others == 0)).any():
+            return True
+        critical = critical_value(max(1, np.count_nonzero(others) - 1), 1e-4)
+        return chi_square(counts, others) > critical
+
+    assert [n > 0 for n in counts] == [p > 0 for p in truth]
+    assert not told_from(truth)
+    shifted = 0.875 * truth
+    shifted[np.where(truth > 0, truth, 1).argmin()] += 0.125
+    assert expected_statistic(truth, shifted, num) > 85
+    assert told_from(shifted)
+    for name in names:
+        others = np.array(exact_mixture(LOGITS, params_of(names, off=name), **HISTORY))
+        if expected_statistic(truth, others, num) > 85:
+            assert told_from(others), name
+
+
+def test_each_setting_is_told_from_its_neighbour_somewhere() -> None:
+    """The power above is not empty: alone, each one a step off is expected to show."""
+    for name in TRUNCATIONS:
+        off = exact_mixture(LOGITS, params_of([name], off=name), **HISTORY)
+        truth = exact_mixture(LOGITS, params_of([name]), **HISTORY)
+        assert expected_statistic(np.array(truth), np.array(off), 2000) > 85, name
 
 
 def test_draws_along_one_answer_follow_the_probabilities_too() -> None:

@@ -125,7 +125,7 @@ def test_the_first_look_in_float32_never_changes_the_draw(scale: float, temperat
         best = int(logits.argmax())
         state = make_row(SamplingParams(temperature=temperature), seed=seed)
         with np.errstate(all="ignore"):
-            scaled = sampler._scale(logits, best, temperature)
+            scaled, best = sampler._scale(logits, best, state)
             ids = np.arange(3001)
             bits = random_bits(seed, state.position, ids)
             whole = sampler_module._argmax_of_ratio(scaled, ids, bits)

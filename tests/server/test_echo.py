@@ -156,3 +156,31 @@ def test_a_client_tells_a_greedy_continuation_by_equal_bits(tmp_path: Path, back
         assert sums[0] == sums[2] == sum(answer["logprobs"]["token_logprobs"])
     finally:
         engine.shutdown(timeout=5)
+
+
+def test_a_prompt_that_fills_the_model_is_scored_and_no_longer_one(tmp_path: Path) -> None:
+    """C50, C1: max_model_len tokens with max_tokens 0, in all scoring forms and for n answers; an
+    answer of one token does not fit, and is refused with both numbers."""
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    path = str(tmp_path / "tiny.gguf")
+    engine = AsyncLLM(path, backend="reference", max_model_len=24, num_kv_blocks=8)
+    try:
+        client = AppClient(engine)
+        prompt = [5 + 3 * i % 40 for i in range(24)]
+        for n in (1, 3):
+            body = client.complete(
+                prompt=prompt, echo=True, max_tokens=0, logprobs=1, prompt_logprobs=0, n=n
+            ).json()
+            assert [len(x["logprobs"]["token_logprobs"]) for x in body["choices"]] == [24] * n
+            assert len({json.dumps(x["logprobs"]) for x in body["choices"]}) == 1
+            assert len(body["choices"][0]["prompt_logprobs"]) == 24
+            assert body["usage"]["completion_tokens"] == 0
+        for longer, number in (({"max_tokens": 1}, 24), ({"prompt": [*prompt, 5]}, 25)):
+            body = {"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 1, **longer}
+            refused = client.complete(**body)
+            assert refused.status_code == 400
+            message = refused.json()["error"]["message"]
+            assert "context length is 24 tokens" in message
+            assert f"prompt alone has {number} tokens" in message
+    finally:
+        engine.shutdown(timeout=5)

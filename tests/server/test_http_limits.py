@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from beds.fake_engine import FakeEngine
-from beds.live_server import LiveServer, live_server, read_all, wait_until
+from beds.live_server import LiveServer, live_server, read_all, sse_events, wait_until
 from octavo.server.http_limits import MAX_HEAD_BYTES, LimitedProtocol
 
 HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
@@ -112,3 +114,94 @@ def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut(
         connection.sendall(b"connection: close\r\n\r\n")
         answers = read_all(connection)
         assert answers.count(b"HTTP/1.1 200 OK") == 2
+
+
+def post(body: bytes, version: str, *, length: int | None = None) -> bytes:
+    """A request for a completion as bytes, its body whole or cut short."""
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return b"%scontent-length: %d\r\n\r\n%s" % (head.encode(), length or len(body), body)
+
+
+def test_a_body_that_takes_too_long_is_cut_off(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a body and then nothing: told so, and closed; nothing runs for it."""
+    monkeypatch.setattr(LimitedProtocol, "body_seconds", 0.2)
+    connection = server.connect()
+    connection.settimeout(10)
+    connection.sendall(post(b'{"prompt": "hi"', "1.1", length=40))
+    answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in answer
+    assert httpx.get(server.url + "/load").json()["server_load"] == 0
+
+
+def test_a_body_that_comes_slowly_but_comes_is_taken(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came buys time; and an answer may take longer than a body."""
+    monkeypatch.setattr(LimitedProtocol, "body_seconds", 0.2)
+    body = b'{"prompt": "hi", "max_tokens": 2, "user": "%s"}' % (b"x" * 5000)
+    whole = post(body, "1.1")
+    connection = server.connect()
+    connection.settimeout(10)
+    connection.sendall(whole[:3000])
+    time.sleep(0.6)
+    connection.sendall(whole[3000:])
+    assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
+    connection.close()
+
+
+def test_a_body_behind_a_long_answer_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that answers is not read from: what waits there is not slow."""
+    monkeypatch.setattr(LimitedProtocol, "body_seconds", 0.1)
+    engine = FakeEngine(step_delay=0.02)
+    with live_server(engine) as server:
+        body = b'{"prompt": "hi", "max_tokens": 30, "ignore_eos": true}'
+        connection = server.connect()
+        connection.settimeout(10)
+        connection.sendall(post(body, "1.1"))
+        wait_until(lambda: engine.num_steps >= 3)
+        second = post(b'{"prompt": "hi", "max_tokens": 1}', "1.1")
+        connection.sendall(second[:-5])
+        wait_until(lambda: engine.num_live == 0)
+        connection.sendall(second[-5:])
+        answers = b""
+        while answers.count(b"HTTP/1.1 200 OK") < 2:
+            part = connection.recv(65536)
+            assert part, answers
+            answers += part
+        connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_clients_of_http_1_0_get_no_chunks(server: LiveServer, version: str, stream: bool) -> None:
+    """A body of unknown length ends with the connection; of known length, it says so."""
+    wanted: dict[str, object] = {"prompt": "hi", "max_tokens": 3, "stream": stream}
+    connection = server.connect()
+    connection.settimeout(10)
+    connection.sendall(post(json.dumps(wanted).encode(), version))
+    if version == "1.1":
+        assert (b"transfer-encoding: chunked" in connection.recv(65536)) == stream
+        connection.close()
+        return
+    head, _, text = read_all(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    if stream:
+        assert len(sse_events(text.decode())) == 3
+        assert text.endswith(b"data: [DONE]\n\n")
+    else:
+        assert b"content-length: %d" % len(text) in head
+        assert json.loads(text)["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("request_line", [b"HEAD /health", b"GET /metrics", b"GET /nowhere"])
+def test_other_answers_to_http_1_0_are_whole(server: LiveServer, request_line: bytes) -> None:
+    connection = server.connect()
+    connection.settimeout(10)
+    connection.sendall(request_line + b" HTTP/1.0\r\n\r\n")
+    head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert bool(body) == (not request_line.startswith(b"HEAD"))

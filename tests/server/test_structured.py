@@ -16,12 +16,18 @@ from beds.live_llm import LiveBed, live_bed
 from beds.live_server import AppClient, strict_json
 from octavo.grammar_spec import BOUNDED_WHITESPACE, GrammarSpec
 from octavo.outputs import Logprob
+from octavo.structural_tag import structural_tag
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 9}, "n": {"enum": [1, 2, 3]}},
     "required": ["city", "n"],
     "additionalProperties": False,
+}
+TAGS: dict[str, Any] = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<place>", "schema": SCHEMA, "end": "</place>"}],
+    "triggers": ["<place"],
 }
 ANY_OBJECT = GrammarSpec.json({"type": "object"})
 
@@ -61,6 +67,8 @@ def live() -> Iterator[LiveBed]:
             {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}},
             GrammarSpec.json(SCHEMA, " ?"),
         ),
+        ({"response_format": TAGS}, structural_tag(TAGS)),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAGS)}}, structural_tag(TAGS)),
         ({"guided_json": SCHEMA}, GrammarSpec.json(SCHEMA)),
         ({"guided_regex": "a+"}, GrammarSpec.regex("a+")),
         ({"guided_choice": ["a", "b"]}, GrammarSpec.choice(["a", "b"])),
@@ -86,6 +94,10 @@ def test_every_dialect_comes_to_a_grammar(
         ({"response_format": response_format({"nullable": True})}, "response_format"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": [1]}}, "structured_outputs"),
+        ({"response_format": {**TAGS, "triggers": ["<f"]}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "sprouts": 1}}, "structured_outputs"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs"),
@@ -118,6 +130,7 @@ def test_a_schema_that_does_not_compile_is_a_400(
     answer = httpx.post(f"{live.server.url}/v1/completions", json=body)
     assert answer.status_code == 400
     assert word in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "response_format"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -140,6 +153,17 @@ def test_the_official_client_gets_what_its_schema_says(live: LiveBed, stream: bo
         text, reason = choice.message.content or "", choice.finish_reason
     jsonschema.validate(json.loads(text), SCHEMA)
     assert reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tag_holds_its_region_and_leaves_the_text_free(live: LiveBed, stream: bool) -> None:
+    """vLLM's structural_tag: prose around it, and JSON of its schema between the tags."""
+    live.say('It is <here> or so: <place>{"city": broken</place>')
+    body: Any = {"messages": [{"role": "user", "content": "?"}], "seed": 2, "max_tokens": 200}
+    text = live.chat(**body, response_format=TAGS, stream=stream)["content"]
+    before, _, rest = text.partition("<place>")
+    assert before == "It is <here> or so: "
+    jsonschema.validate(json.loads(rest.partition("</place>")[0]), SCHEMA)
 
 
 def test_a_fault_of_the_form_is_an_error_of_its_own_request(live: LiveBed) -> None:

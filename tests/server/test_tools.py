@@ -37,6 +37,12 @@ def tool(name: str, parameters: Any = PLACE) -> dict[str, Any]:
 TOOLS = [tool("get_weather"), tool("get_time")]
 NAMED = {"type": "function", "function": {"name": "get_time"}}
 
+ALLOWED: dict[str, Any] = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "required", "tools": [NAMED]},
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}
+
 
 def call_text(name: str, arguments: Any) -> str:
     return f"{OPEN}{HEAD}{name}{MIDDLE}{json.dumps(arguments, ensure_ascii=False)}{TAIL}"
@@ -142,6 +148,68 @@ def test_parallel_calls_come_one_after_the_other(live: LiveBed, choice: str) -> 
         assert [json.loads(call.function.arguments) for call in message.tool_calls] == [good] * 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("says", "choice", "calls"),
+    [
+        ("It is sunny.", None, False),
+        ('{"city": "Oslo"}', "auto", False),
+        (OPEN, "auto", True),
+        (f"{OPEN}{HEAD}get_time", None, True),
+        ("It is sunny.", "required", True),
+        ("{", NAMED, True),
+    ],
+)
+def test_an_answer_has_its_form_or_is_a_call(
+    live: LiveBed, stream: bool, says: str, choice: Any, calls: bool
+) -> None:
+    """response_format beside tools: what is no call keeps the form, and no prose stands between."""
+    live.say(says)
+    arguments: Any = {"tools": TOOLS, "response_format": FORM}
+    arguments |= {} if choice is None else {"tool_choice": choice}
+    message, reason = ask(live, stream=stream, **arguments)
+    if calls:
+        check_calls(message, {"get_weather", "get_time"})
+        assert message.content is None
+        assert reason == ("stop" if choice == NAMED else "tool_calls")
+    else:
+        assert message.tool_calls is None
+        jsonschema.validate(json.loads(message.content), PLACE)
+        assert reason == "stop"
+
+
+def test_the_other_form_may_be_of_any_kind(live: LiveBed) -> None:
+    """A label, an expression or a tag beside tools; and a form may follow a reasoning."""
+    tags = {"structures": [{"begin": "<p>", "schema": PLACE, "end": "</p>"}], "triggers": ["<p"]}
+    for form, says, wanted in (
+        ({"choice": ["yes", "no"]}, "none of it", "no"),
+        ({"regex": "[0-9]{3}"}, "123 or so", "123"),
+        ({"structural_tag": tags}, "Free text", "Free text"),
+    ):
+        live.say(says)
+        body: Any = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
+        assert live.chat(**body, structured_outputs=form)["content"] == wanted
+        live.say(f"<think>Hm.</think>{says}")
+        with live.template(THINKER.replace("{{ start }}", "<tool_call>")):
+            message = live.chat(**body, structured_outputs=form)
+        assert (message["reasoning"], message["content"]) == ("Hm.", wanted)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("mode", "says"), [("required", "No."), ("auto", OPEN), ("auto", "No.")])
+def test_only_allowed_tools_are_called(live: LiveBed, stream: bool, mode: str, says: str) -> None:
+    """OpenAI's allowed_tools: all of them are in the prompt, some may be called."""
+    live.say(says)
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}}
+    for seed in range(4):
+        message, reason = ask(live, stream=stream, tools=TOOLS, tool_choice=choice, seed=seed)
+        if says == OPEN or mode == "required":
+            check_calls(message, {"get_time"})
+            assert reason == "tool_calls"
+        else:
+            assert (message.content, reason) == ("No.", "stop")
+
+
 def test_required_calls_come_to_an_end(live: LiveBed) -> None:
     """A model that goes on calling for ever is stopped by the grammar."""
     live.bed.model.prefers = lambda output: [4 + ord("\n")]
@@ -161,7 +229,6 @@ def test_required_calls_come_to_an_end(live: LiveBed) -> None:
         {"tools": TOOLS, "tool_choice": "sometimes"},
         {"tools": TOOLS, "tool_choice": {"type": "function"}},
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
         {"tools": [{"type": "function"}]},
         {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
         {"tools": [tool("two words")]},
@@ -170,20 +237,35 @@ def test_required_calls_come_to_an_end(live: LiveBed) -> None:
         {"tools": [tool("f", {"properties": {"a": {"nullable": True}}})]},
         {"tools": [tool("f", {"x-guidance": {"lenient": True}})]},
         {"tools": [tool(f"f{i}") for i in range(129)]},
-        {"tools": TOOLS, "response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]},
+        {"tools": TOOLS, "parallel_tool_calls": "no"},
+        {"tools": TOOLS, "response_format": {"type": "xml"}},
+        {"tools": TOOLS, "tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto"}}},
+        {"tools": TOOLS, "tool_choice": ALLOWED | {"allowed_tools": {"mode": "all", "tools": []}}},
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
+        {"tools": TOOLS[:1], "tool_choice": ALLOWED},
+        {"tool_choice": ALLOWED},
     ],
 )
 def test_impossible_tools_are_refused(body: Any) -> None:
-    """C77: 400, and nothing runs."""
+    """C77: 400 that names the field, and nothing runs."""
     client = AppClient(FakeEngine())
-    assert client.chat(**body).status_code == 400
+    answer = client.chat(**body)
+    assert answer.status_code == 400
+    fields = ("tools", "tool_choice", "response_format", "parallel_tool_calls")
+    assert answer.json()["error"]["param"] in [field for field in fields if field in body] + [
+        "tools"
+    ]
     assert client.engine.submitted == []
 
 
 def test_a_keyword_in_a_tool_is_refused_by_its_name(live: LiveBed) -> None:
     """C70: in the parameters of a tool as anywhere."""
-    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
         ask(live, stream=True, tools=[tool("f", {"properties": {"a": {"uniqueItems": True}}})])
+    assert refused.value.param == "tools"
+    assert "x-guidance" not in refused.value.message, "what is made of it is our own affair"
 
 
 def parse(pieces: list[str], choice: str = "auto") -> tuple[str, list[Any], list[str], str]:

@@ -35,6 +35,15 @@ def test_odd_top_k_is_refused_and_the_server_goes_on(client: AppClient, top_k: A
     assert_alive(client)
 
 
+@pytest.mark.parametrize("user", [5, True, 1.5, ["me"], {"id": "me"}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_user_is_a_name(client: AppClient, path: str, user: Any) -> None:
+    """C34: never a number that becomes the tenant "5"."""
+    what = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "user": user}
+    assert_refused(client.post(path, what), "user", "must be a string")
+    assert_alive(client)
+
+
 @pytest.mark.parametrize("top_k", [0, -1, 9999999, None])
 def test_no_limit_may_be_written_in_any_way(client: AppClient, top_k: Any) -> None:
     """C34: 0, -1 and more than the vocabulary all mean no limit."""
@@ -206,7 +215,6 @@ def test_max_tokens_is_a_positive_whole_number(client: AppClient, max_tokens: An
         ("suffix", "end"),
         ("use_beam_search", True),
         ("best_of", 2),
-        ("response_format", {"type": "structural_tag"}),
         ("chat_template", "{{ messages }}"),
     ],
 )

@@ -60,6 +60,7 @@ def test_max_model_len_defaults_to_what_the_model_was_trained_for() -> None:
         ({"isa": "avx2"}, "isa is 'avx2'"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is 'bfloat16'"),
         ({"kv_cache_memory": 10}, "kv_cache_memory is 10"),
+        ({"max_num_seqs": 10**12}, r"max_num_seqs is 1000000000000, .*smaller.*256 tokens"),
     ],
 )
 def test_settings_that_can_not_be_honoured_are_refused(

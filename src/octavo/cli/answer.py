@@ -82,6 +82,8 @@ def stream_answer(
                 sys.stdout.flush()
             if event.finish_reason == "error":
                 raise EngineFault(event.error or "the engine ended this answer by a fault")
+            if event.finish_reason == "timeout":
+                raise OctavoError("the request waited longer than max_queue_seconds")
             if interrupted:
                 raise KeyboardInterrupt
     timing.prompt_seconds = first - start

@@ -7,6 +7,7 @@ import json
 import resource
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def read_workload(path: str) -> Workload:
         content = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise WorkloadError(f"can't read {path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WorkloadError(f"{path} is no JSON: {error}") from None
     requests = content.get("requests") if isinstance(content, dict) else None
     if not isinstance(requests, list) or not requests:
@@ -70,19 +71,20 @@ def run(args: argparse.Namespace) -> int:
     workload = read_workload(args.workload)
     from .answer import load
 
-    llm = load(args)
     params = [
         SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
         for limit in workload.max_tokens
     ]
-    before = llm.stats()
-    start = time.perf_counter()
-    outputs = llm.generate(workload.prompts, params, use_tqdm=sys.stderr.isatty())
-    wall = time.perf_counter() - start
-    after = llm.stats()
-    failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
+    with closing(load(args)) as llm:
+        before = llm.stats()
+        start = time.perf_counter()
+        outputs = llm.generate(workload.prompts, params, use_tqdm=sys.stderr.isatty())
+        wall = time.perf_counter() - start
+        after = llm.stats()
+    failed = [output for output in outputs if output.outputs[0].finish_reason != "length"]
     if failed:
-        raise EngineFault(f"{len(failed)} of {len(outputs)} requests ended by a fault")
+        reason = failed[0].outputs[0].finish_reason
+        raise EngineFault(f"{len(failed)} of {len(outputs)} requests were not done ({reason})")
     prompt_tokens = sum(len(prompt) for prompt in workload.prompts)
     gen_tokens = sum(output.outputs[0].num_generated_tokens for output in outputs)
     report: dict[str, Any] = {

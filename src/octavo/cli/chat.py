@@ -64,15 +64,15 @@ def message(role: str, content: str) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """One answer with --prompt, else a conversation until Ctrl-D."""
     prompt = None if args.prompt is None else read_prompt(args.prompt)
-    llm = load(args)
-    params_for = partial(params_of, llm, args)
-    params_for(1)  # a wrong flag is told before the first question
-    system = None if args.system is None else whole_text(args.system)
-    conversation = Conversation(llm, params_for, system)
-    if prompt is None:
-        return converse(conversation)
-    timing = conversation.ask(prompt)
-    print(flush=True)
+    with contextlib.closing(load(args)) as llm:
+        params_for = partial(params_of, llm, args)
+        params_for(1)  # a wrong flag is told before the first question
+        system = None if args.system is None else whole_text(args.system)
+        conversation = Conversation(llm, params_for, system)
+        if prompt is None:
+            return converse(conversation)
+        timing = conversation.ask(prompt)
+        print(flush=True)
     print(f"{timing} | load: {llm.load_seconds:.2f} s", file=sys.stderr)
     return 0
 

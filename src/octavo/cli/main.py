@@ -44,7 +44,7 @@ def build_parser() -> Parser:
     bench.set_defaults(parser=bench)
     kinds = bench.add_subparsers(title="benchmarks", dest="bench", metavar="BENCHMARK")
     _throughput(kinds.add_parser("throughput", help="run a file of requests, all at once"))
-    _models(commands.add_parser("models", help="list known and cached models, or fetch one"))
+    _models(commands.add_parser("models", help="list known and cached models, fetch one, clear"))
     scenario = commands.add_parser("scenario", help="worked examples of scheduling, drawn")
     _scenario(scenario)
     replay = commands.add_parser("replay", help="run the scheduler over a recording")
@@ -125,15 +125,17 @@ def _throughput(parser: Parser) -> None:
 
 
 def _models(parser: Parser) -> None:
-    parser.add_argument("action", nargs="?", choices=("list", "fetch"), default="list")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="Alias or hub id, for fetch.")
+    parser.add_argument("action", nargs="?", choices=("list", "fetch", "clear"), default="list")
+    parser.add_argument(
+        "name", nargs="?", type=filled, metavar="NAME", help="Alias or hub id, for fetch."
+    )
     parser.set_defaults(module="models", parser=parser)
 
 
 def _scenario(parser: Parser) -> None:
     parser.description = "Play a worked example on the real scheduler, without a model; check it."
     parser.add_argument("action", choices=("list", "run"), help="list them, or run one.")
-    parser.add_argument("name", nargs="?", default="all", metavar="NAME", help="Default: all.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="Default: all.")
     parser.set_defaults(module="scenario", parser=parser)
 
 
@@ -145,6 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _main(arguments)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader left (say, `| head`)
         _drop_output()
         return 141
@@ -175,6 +180,10 @@ def _main(arguments: Sequence[str] | None) -> int:
     parser: Parser = args.parser
     if unknown:
         parser.refuse_unknown(unknown)
+    if getattr(args, "action", None) in ("list", "clear") and args.name is not None:
+        parser.refuse_unknown([args.name])
+    if getattr(args, "model_flag", None) and args.model:
+        parser.error(f"two models: {args.model} and --model {args.model_flag}")
     if not hasattr(args, "module"):
         parser.print_help()
         return 0 if not given else 2
@@ -191,9 +200,9 @@ def run_command(args: argparse.Namespace) -> int:
     except OctavoError as error:
         print(f"octavo: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
+    except MemoryError as error:
+        print(f"octavo: not enough memory: {str(error) or 'lower the settings'}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

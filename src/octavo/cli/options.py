@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
-from ..config import PARTS, EngineConfig, field_docs, make_config
+from ..config import PARTS, TOP, EngineConfig, field_docs, make_config
 
 DEFAULT_MODEL = "smollm2-135m"
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -64,7 +64,9 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no number (like 4096, 8k, 512m or 1.5g)")
     if match[1]:
         return int(match[1])
-    return int(float(match[2]) * _UNITS[match[3]])
+    whole, _, part = match[2].partition(".")
+    scale: int = 10 ** len(part)
+    return int(whole + part) * _UNITS[match[3]] // scale
 
 
 def seconds(text: str) -> float:
@@ -104,7 +106,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(titles[part])
         _add_fields(group, PARTS[part])
         if part == "backend":
-            _add_fields(group, EngineConfig, only=("seed", "record"))
+            _add_fields(group, EngineConfig, only=TOP[1:])
 
 
 def _add_fields(group: Any, cls: type, only: tuple[str, ...] | None = None) -> None:

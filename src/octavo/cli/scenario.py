@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
         for name, scenario in SCENARIOS.items():
             print(f"{name:{width}}  {scenario.title}")
         return 0
-    names = list(SCENARIOS) if args.name == "all" else [args.name]
+    names = list(SCENARIOS) if args.name in (None, "all") else [args.name]
     num_failures = 0
     for name in names:
         if name not in SCENARIOS:

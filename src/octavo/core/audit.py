@@ -41,7 +41,8 @@ def _audit_requests(scheduler: Scheduler) -> None:
         assert request.status is Status.RUNNING, f"{request} among the running"
         # The last known token is computed when the next is sampled, so one is always behind.
         assert request.num_computed_tokens < request.num_tokens, f"{request} has nothing to do"
-        assert request.num_tokens < scheduler.limits.max_model_len, f"{request} is too long"
+        num_most = request.num_tokens + int(request.params.max_tokens != 0)
+        assert num_most <= scheduler.limits.max_model_len, f"{request} is too long"
         assert request.num_output_tokens < request.max_tokens, f"{request} goes on too long"
     rows = [-1 if request.row is None else request.row for request in _holders(scheduler)]
     assert sorted([*rows, *scheduler.free_rows]) == list(range(scheduler.config.max_num_seqs)), (

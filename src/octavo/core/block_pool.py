@@ -25,11 +25,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def lowest_free(self) -> int | None:
-        """The one that leaves next."""
-        return self._free[0] if self._free else None
-
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take `num_blocks` blocks with one reference each, or none at all and return None."""
         if num_blocks > len(self._free):

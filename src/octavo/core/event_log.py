@@ -17,6 +17,8 @@ DEFAULT_CAPACITY = 8192
 class Reason(Enum):
     """What was decided, or why not. In brackets: what an event's `detail` holds."""
 
+    __hash__ = object.__hash__  # Enum's own is Python, and a third of the time of an event
+
     TOKEN_BUDGET = "token_budget"
     """Not in this step: its token budget is spent. (tokens wanted, tokens left)"""
     NO_BLOCKS = "no_blocks"
@@ -48,9 +50,14 @@ class Reason(Enum):
     TIERS_FULL = "tiers_full"
     """They are not, and will be recomputed: no room. (blocks, slots that could be had)"""
     ESTIMATED = "estimated"
-    """What either would cost; -1: not measured yet. (us to swap out and in, us to recompute)"""
+    """What either would cost, by measured rates or by the book. (us to swap out and in, us to
+    recompute)"""
     LOADED = "loaded"
     """K/V come back from a tier, of a cached prefix or its own. (blocks)"""
+    TIER_SLOW = "tier_slow"
+    """They do not: computing them again is quicker. (blocks, us to load them)"""
+    LOST = "lost"
+    """They could not be read back, and are computed again. ()"""
     FINISHED = "finished"
     """Ended by a stop rule. (finish reason, output tokens)"""
     ABORTED = "aborted"
@@ -61,6 +68,8 @@ class Reason(Enum):
     """Cached blocks were given up for new ones; no request. (blocks)"""
     SAVED = "saved"
     """Such blocks were kept in a tier; no request. (blocks)"""
+    DROPPED = "dropped"
+    """Cached prefixes in the tiers were given up for others; no request. (blocks)"""
 
 
 class Event(NamedTuple):

@@ -126,5 +126,9 @@ class FairShare(FirstComeFirstServed):
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._returned
-        for tenant in sorted(self._queues, key=lambda name: (self.counters[name], name)):
-            yield from self._queues[tenant].values()
+        for queue in sorted(self._queues.items(), key=self._place):
+            yield from queue[1].values()
+
+    def _place(self, queue: tuple[str, OrderedDict[int, Request]]) -> tuple[int, int]:
+        """As peek() has it: whoever got least, then whose first came first."""
+        return self.counters[queue[0]], next(iter(queue[1]))

@@ -14,22 +14,15 @@ def export(cache: RadixCache, max_blocks: int) -> list[KeptRun]:
     index_of: dict[Node, int] = {}
     runs: list[KeptRun] = []
     for node in nodes:
-        parent = node.parent
+        parent, places = node.parent, tuple(node.block_ids)
         assert parent is not None
-        if len(node.block_ids) > max_blocks or (parent.parent and parent not in index_of):
+        follows = index_of.get(parent, -1)
+        if len(places) > max_blocks or (parent.parent and follows < 0):
             continue
-        max_blocks -= len(node.block_ids)
+        max_blocks -= len(places)
         index_of[node] = len(runs)
-        token_ids = [token_id for block in node.block_tokens for token_id in block]
-        runs.append(
-            KeptRun(
-                _scope_of(cache, node),
-                index_of.get(parent, -1),
-                tuple(token_ids),
-                tuple(node.block_ids),
-                node.in_tier,
-            )
-        )
+        scope = cache._scopes[parent.node_id] if follows < 0 else runs[follows].scope
+        runs.append(KeptRun(scope, follows, node.token_ids, places, node.in_tier))
     return runs
 
 
@@ -38,8 +31,7 @@ def graft(cache: RadixCache, runs: Sequence[KeptRun]) -> None:
     nodes: list[Node] = []
     for age, run in enumerate(runs):
         parent = cache.root(run.scope) if run.parent < 0 else nodes[run.parent]
-        keys = [cache._key(run.token_ids, i) for i in range(len(run.places))]
-        node = cache._make_node(parent, keys, list(run.places))
+        node = cache._make_node(parent, run.token_ids, list(run.places))
         node.in_tier, node.last_used = True, len(runs) - age
         parent.num_resident -= 1
         cache.num_evictable_slots += len(run.places)
@@ -48,9 +40,3 @@ def graft(cache: RadixCache, runs: Sequence[KeptRun]) -> None:
     cache._tick()
     for node in nodes:
         cache._note_leaf(node)
-
-
-def _scope_of(cache: RadixCache, node: Node) -> str:
-    while node.parent is not None:
-        node = node.parent
-    return cache._scopes[node.node_id]

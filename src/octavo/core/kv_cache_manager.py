@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import takewhile
 
 from ..config import CacheConfig
 from ..errors import ConfigError
@@ -16,38 +17,38 @@ from ..request import Request, Status, Swapped
 from .block_pool import BlockPool
 from .event_log import EventLog, Reason
 from .kept_prefixes import export, graft
-from .radix_cache import Match, Node, RadixCache, Tail
+from .limits import Limits
+from .radix_cache import Match, Node, Place, RadixCache, Tail, path_to
+from .rates import Rates
 
 
 class KVCacheManager:
     """Block tables of requests over one pool and one prefix cache."""
 
     def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool,
-        event_log: EventLog,
-        num_slots: int = 0,
+        self, config: CacheConfig, limits: Limits, rates: Rates, event_log: EventLog
     ) -> None:
-        self.block_size = block_size
+        """Raises ConfigError if the pool can't hold what one request takes."""
+        self.block_size = config.block_size
+        self._max_model_len = limits.max_model_len
+        num_blocks, num_wanted = limits.kv_capacity // self.block_size, self.num_blocks_for(1)
+        if num_wanted > num_blocks:
+            wanted = f"at least {num_wanted}, for one request of max_model_len tokens"
+            raise ConfigError("num_kv_blocks", num_blocks, wanted)
         self.pool = BlockPool(num_blocks)
-        self.slots = BlockPool(num_slots)
+        self.slots = BlockPool(sum(rates.num_slots))
         """Places for a block each in the tiers below the pool, the fastest tier first."""
-        self.cache = RadixCache(block_size)
-        self._enable_prefix_caching = enable_prefix_caching
+        self.cache = RadixCache(config.block_size)
+        self._enable_prefix_caching = config.enable_prefix_caching
         self.event_log = event_log
+        self._rates = rates
         self._pinned: dict[int, Node] = {}  # where each live request's cached path ends, by id
         # The head of the queue asks again in every step that it waits; the answer is kept until
         # the tree changes (C113). Key: request id, reusable tokens, version of the tree.
         self._last_match: tuple[tuple[int, int, int], Match | None] = ((-1, -1, -1), None)
+        self._places: dict[int, Place] = {}
+        """Where waiting requests leave the tree, as found when they were last asked for, by id."""
         self._transfers: list[Transfer] = []
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the whole pool holds."""
-        return self.pool.num_blocks * self.block_size
 
     @property
     def num_available(self) -> int:
@@ -64,8 +65,9 @@ class KVCacheManager:
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """What has to move before the next step computes; asked for once a step."""
-        transfers = tuple(self._transfers)
-        self._transfers.clear()
+        transfers, self._transfers = tuple(self._transfers), []
+        if transfers:
+            self._rates.follow(transfers)
         return transfers
 
     def find_prefix(self, request: Request) -> Match | None:
@@ -74,11 +76,11 @@ class KVCacheManager:
 
         No longer than the request allows, which wants at least one token computed (C4).
         """
+        request.take_scores()
         num_reusable = request.num_reusable_tokens
         key = (request.request_id, num_reusable, self.cache.version)
         if self._last_match[0] != key:
-            match = self.cache.match(request.token_ids, num_reusable, request.cache_scope)
-            self._last_match = (key, match)
+            self._last_match = (key, self._match(request))
         match, leader = self._last_match[1], request.leader
         if request.swapped is not None:
             return _resumed(request.swapped, match)
@@ -86,12 +88,26 @@ class KVCacheManager:
             return match
         return self._fork(request, leader, match)
 
+    def _match(self, request: Request) -> Match | None:
+        """What is cached, less what would take longer to read from the tiers than to compute."""
+        token_ids, place = request.token_ids, self._find_place(request)
+        match = self.cache.match_at(place, token_ids, request.num_reusable_tokens)
+        if match is None or not match.slots:
+            return match
+        num_read = self._rates.num_worth_loading(match.slots, self.block_size)
+        left = match.slots[num_read:]
+        if not left:
+            return match
+        load = round(sum(self._rates.load_us(left)))
+        self.event_log.record(Reason.TIER_SLOW, request.request_id, len(left), load)
+        self._rates.doubt()
+        num_tokens = (len(match.block_ids) + num_read) * self.block_size
+        return self.cache.match(token_ids, num_tokens, request.cache_scope)
+
     def num_prompt_tokens_to_come(self, request: Request) -> int:
         """Tokens of its prompt that the first of its n answers is about to compute (R34)."""
         leader = request.leader
         if leader is None or leader.status is not Status.RUNNING or request.num_output_tokens:
-            return 0
-        if request.num_reusable_tokens < request.num_tokens - 1:  # it scores its prompt itself
             return 0
         return max(0, request.num_prompt_tokens - leader.num_computed_tokens)
 
@@ -101,6 +117,8 @@ class KVCacheManager:
         num_shared = min(num_shared, request.num_reusable_tokens)
         if num_shared <= (0 if match is None else match.num_tokens):
             return match
+        one, other = ((r.cache_scope, r.token_ids[:num_shared]) for r in (request, leader))
+        assert one == other, f"{request} has another prompt than {leader}, its leader"
         num_full, num_rest = divmod(num_shared, self.block_size)
         tail = Tail(leader.block_ids[num_full], num_rest) if num_rest else None
         if not self._enable_prefix_caching:
@@ -114,10 +132,14 @@ class KVCacheManager:
 
     def num_hit_blocks(self, request: Request) -> int:
         """Blocks that `request` would find in the cache now."""
-        match = self.cache.match(
-            request.token_ids, request.num_reusable_tokens, request.cache_scope
-        )
-        return 0 if match is None else len(match.block_ids) + len(match.slots)
+        return self._find_place(request).num_blocks
+
+    def _find_place(self, request: Request) -> Place:
+        request_id, most = request.request_id, request.num_reusable_tokens
+        before = self._places.get(request_id)
+        place = self.cache.find(request.token_ids, most, request.cache_scope, before)
+        self._places[request_id] = place
+        return place
 
     def num_yielded(self, victims: Iterable[Request], match: Match | None) -> int:
         """Blocks that become available if all of `victims` give theirs back, `match` left out.
@@ -134,6 +156,7 @@ class KVCacheManager:
         """Begin a block table with the prefix that `find_prefix` gave; a begun block is copied,
         since the request writes on in it. There must be a block for that."""
         assert not request.block_ids, "a request that starts holds blocks already"
+        self._places.pop(request.request_id, None)
         if match is None:
             request.num_computed_tokens = 0
             return
@@ -153,14 +176,25 @@ class KVCacheManager:
                 self.event_log.record(Reason.LOADED, request.request_id, len(match.slots))
         self.drop_swapped(request)
 
+    def num_shared_tokens(self, request: Request) -> int:
+        """Tokens that stay computed without it for sure, since others use their blocks, too."""
+        ref_counts = self.pool.ref_counts  # the tree's, its own, and one more
+        shared = takewhile(lambda block_id: ref_counts[block_id] > 2, request.block_ids)
+        return min(sum(1 for _ in shared) * self.block_size, request.num_computed_tokens)
+
+    @property
+    def num_slots_left(self) -> int:
+        """Of the tiers: free, or cached prefixes that would give way."""
+        return self.slots.num_free + self.cache.num_evictable_slots
+
     def swap_out(self, request: Request) -> bool:
         """Keep K/V of a request in a tier and make its blocks available; False, having done
         nothing, if there is no room."""
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         slots = self._take_slots(num_blocks)
         if slots is None:
-            num_slots = self.slots.num_free + self.cache.num_evictable_slots
-            self.event_log.record(Reason.TIERS_FULL, request.request_id, num_blocks, num_slots)
+            num_left = self.num_slots_left
+            self.event_log.record(Reason.TIERS_FULL, request.request_id, num_blocks, num_left)
             return False
         for block_id, slot in zip(request.block_ids, slots, strict=False):
             self._transfers.append(Transfer("store", block_id, slot))
@@ -171,30 +205,37 @@ class KVCacheManager:
 
     def drop_swapped(self, request: Request) -> None:
         """Give up what is kept in a tier of a request, because it is back or has ended."""
+        self._places.pop(request.request_id, None)
         if request.swapped is not None:
-            self.slots.release(request.swapped.slots)
+            self._release_slots(request.swapped.slots)
             request.swapped = None
 
     def _take_slots(self, num_slots: int) -> list[int] | None:
         """Slots of the tiers, cached prefixes giving way; None if there are not so many."""
-        num_short = num_slots - self.slots.num_free
-        if num_short > self.cache.num_evictable_slots:
+        if num_slots > self.num_slots_left:
             return None
+        num_short = num_slots - self.slots.num_free
         if num_short > 0:
-            self.slots.release(self.cache.evict_slots(num_short))
+            dropped = self.cache.evict_slots(num_short)
+            self._release_slots(dropped)
+            self.event_log.record(Reason.DROPPED, None, len(dropped))
         return self.slots.allocate(num_slots)
+
+    def _release_slots(self, slots: list[int]) -> None:
+        self.slots.release(slots)
+        self._transfers += [Transfer("drop", slot, slot) for slot in slots]
 
     def _save(self, block_ids: list[int]) -> list[int] | None:
         """Keep cached blocks that are evicted in a tier, if there is room."""
         slots = self._take_slots(len(block_ids))
         if slots is not None:
-            for block_id, slot in zip(block_ids, slots, strict=True):
-                self._transfers.append(Transfer("store", block_id, slot))
+            for i in reversed(range(len(slots))):  # what is stored last stays in RAM for longest
+                self._transfers.append(Transfer("store", block_ids[i], slots[i]))
             self.event_log.record(Reason.SAVED, None, len(slots))
         return slots
 
     def _release_dropped(self) -> None:
-        self.slots.release(self.cache.dropped_slots)
+        self._release_slots(self.cache.dropped_slots)
         self.cache.dropped_slots.clear()
 
     def allocate(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
@@ -269,6 +310,7 @@ class KVCacheManager:
         """Begin with these; they are in the first slots of the tiers, in this order."""
         slots = self.slots.allocate(sum(len(run.places) for run in runs))
         assert slots == [slot for run in runs for slot in run.places], "slots are counted up"
+        self._rates.follow(Transfer("store", -1, slot) for slot in reversed(slots))
         graft(self.cache, runs)
 
     def check(self, requests: Iterable[Request], waiting: Iterable[Request] = ()) -> None:
@@ -277,8 +319,11 @@ class KVCacheManager:
         self.pool.check()
         self.slots.check()
         slots = Counter(self.cache.slots())
+        waiting_ids = set[int]()
         for request in waiting:
+            waiting_ids.add(request.request_id)
             slots.update(() if request.swapped is None else request.swapped.slots)
+        assert self._places.keys() <= waiting_ids, "a place is kept of one that does not wait"
         expected = [slots[slot] for slot in range(self.slots.num_blocks)]
         assert self.slots.ref_counts == expected, "slots are not those of tree and waiting requests"
         assert not self.cache.dropped_slots, "slots left the tree and were not given back"
@@ -291,10 +336,8 @@ class KVCacheManager:
                 f"{request} holds a block twice"
             )
             counts.update(request.block_ids)
-            at = self._pinned.get(request.request_id)
-            while at is not None and at.parent is not None:
-                pins[at] += 1
-                at = at.parent
+            if request.request_id in self._pinned:
+                pins.update(path_to(self._pinned[request.request_id]))
         assert self._pinned.keys() <= {request.request_id for request in requests}, (
             "a request left without letting go of its prefix"
         )
@@ -323,22 +366,8 @@ class ContiguousKVManager(KVCacheManager):
     contiguous range, whatever was freed before; what is left over at the end serves nobody.
     """
 
-    def __init__(
-        self, *, num_blocks: int, block_size: int, max_model_len: int, event_log: EventLog
-    ) -> None:
-        super().__init__(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            enable_prefix_caching=False,
-            event_log=event_log,
-        )
-        self._num_reserved = super().num_blocks_for(max_model_len)
-        if self._num_reserved > num_blocks:
-            wanted = f"at least {self._num_reserved}, for one request of max_model_len tokens"
-            raise ConfigError("num_kv_blocks", num_blocks, wanted)
-
     def num_blocks_for(self, num_tokens: int) -> int:
-        return self._num_reserved if num_tokens else 0
+        return super().num_blocks_for(self._max_model_len) if num_tokens else 0
 
     def num_prompt_tokens_to_come(self, request: Request) -> int:
         return 0
@@ -347,26 +376,4 @@ class ContiguousKVManager(KVCacheManager):
         return None  # its room is its own
 
 
-def make_kv_manager(
-    config: CacheConfig,
-    num_blocks: int,
-    max_model_len: int,
-    event_log: EventLog,
-    *,
-    num_slots: int = 0,
-) -> KVCacheManager:
-    """Paged, or the contiguous baseline, as the settings say."""
-    if config.kv_reservation == "contiguous":
-        return ContiguousKVManager(
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            event_log=event_log,
-        )
-    return KVCacheManager(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        event_log=event_log,
-        num_slots=num_slots,
-    )
+KV_MANAGERS = {"paged": KVCacheManager, "contiguous": ContiguousKVManager}

@@ -32,10 +32,12 @@ class Limits(NamedTuple):
             raise RequestError("the prompt is empty: give at least one token", param="prompt")
         if request.max_tokens < 1:
             raise RequestError("max_tokens is 0: there is nothing to generate", param="max_tokens")
-        if num_prompt >= self.max_model_len:
+        num_output = int(request.params.max_tokens != 0)  # a prompt that is only scored needs none
+        if num_prompt + num_output > self.max_model_len:
             what = "max_model_len (tokens of the prompt and one of output)"
             raise RequestTooLarge(what, num_prompt + 1, self.max_model_len)
-        num_slots = min(num_prompt + request.max_tokens, self.max_model_len) - 1
+        most = num_prompt - 1 + request.max_tokens
+        num_slots = max(num_prompt, min(most, self.max_model_len - 1))
         if num_slots > self.kv_capacity:
             what = "KV cache (tokens of prompt and output; raise num_kv_blocks or lower max_tokens)"
             raise RequestTooLarge(what, num_slots, self.kv_capacity)

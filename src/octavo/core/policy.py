@@ -157,7 +157,8 @@ class PriorityOrder(FirstComeFirstServed):
         return better and request.rank < other.rank
 
     def weaker(self, request: Request, running: Iterable[Request]) -> list[Request]:
-        return [other for other in running if self.outranks(request, other)]
+        worse, rank, sign = self._sign * request.priority, request.rank, self._sign
+        return [r for r in running if sign * r.priority > worse and r.rank > rank]
 
     def __len__(self) -> int:
         return len(self._entries)

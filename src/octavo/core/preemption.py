@@ -15,6 +15,10 @@ from .rates import Rates
 class VictimPolicy(Protocol):
     """Who yields its blocks when a running request needs one and there is none."""
 
+    def __init__(self, cost: Callable[[Request], int]) -> None:
+        """`cost`: estimated microseconds to bring a request back, if it yielded now."""
+        ...
+
     def choose(self, running: Iterable[Request]) -> Request:
         """One of `running`, which is not empty and holds the request in need as well.
 
@@ -27,29 +31,40 @@ class VictimPolicy(Protocol):
 class LastArrived:
     """`last_arrived`: who came last has lost least, and fcfs owes it least."""
 
+    def __init__(self, cost: Callable[[Request], int]) -> None:
+        self._cost = cost
+
     def choose(self, running: Iterable[Request]) -> Request:
         return max(running, key=lambda request: request.request_id)
 
 
-class LowestPriority:
+class LowestPriority(LastArrived):
     """`lowest_priority`: the worst priority (and, with ageing, youth), then who came last."""
 
     def choose(self, running: Iterable[Request]) -> Request:
         return max(running, key=lambda request: (request.rank, request.request_id))
 
 
-class MostGenerated:
+class MostGenerated(LastArrived):
     """`most_generated`: who had most of its answer already (R97); ties: who came last."""
 
     def choose(self, running: Iterable[Request]) -> Request:
         return max(running, key=lambda request: (request.num_output_tokens, request.request_id))
 
 
-class FewestGenerated:
+class FewestGenerated(LastArrived):
     """`fewest_generated`: who has least to compute again for what it was given; ties: the last."""
 
     def choose(self, running: Iterable[Request]) -> Request:
         return min(running, key=lambda request: (request.num_output_tokens, -request.request_id))
+
+
+class Cheapest(LastArrived):
+    """`cheapest`: who is back soonest, by the tokens that it would compute again or the bytes that
+    would be swapped, whichever its means are, at the rates measured here; ties: who came last."""
+
+    def choose(self, running: Iterable[Request]) -> Request:
+        return min(running, key=lambda request: (self._cost(request), -request.request_id))
 
 
 VICTIM_POLICIES: dict[str, type[VictimPolicy]] = {
@@ -57,6 +72,7 @@ VICTIM_POLICIES: dict[str, type[VictimPolicy]] = {
     "lowest_priority": LowestPriority,
     "most_generated": MostGenerated,
     "fewest_generated": FewestGenerated,
+    "cheapest": Cheapest,
 }
 
 
@@ -90,28 +106,39 @@ class Recompute:
     """
 
     def __init__(self, config: SchedulerConfig, rates: Rates) -> None:
-        pass
+        self._threshold = config.swap_threshold
+        self._rates = rates
+
+    def cost(self, request: Request, kv: KVCacheManager) -> int:
+        """Estimated microseconds to bring `request` back, if it were preempted now."""
+        num_lost = request.num_computed_tokens - kv.num_shared_tokens(request)
+        return self._rates.recompute_us(num_lost)
 
     def preempt(self, request: Request, kv: KVCacheManager) -> None:
         kv.free(request)
         request.num_computed_tokens = 0
 
 
-class Swap:
+class Swap(Recompute):
     """`swap`: moved to a tier below the pool; the request goes on where it was (R98).
 
     Where the tiers have no room it is recomputed.
     """
 
-    def __init__(self, config: SchedulerConfig, rates: Rates) -> None:
-        self._otherwise = Recompute(config, rates)
-        self._threshold = config.swap_threshold
-        self._rates = rates
+    def cost(self, request: Request, kv: KVCacheManager) -> int:
+        fits = kv.num_blocks_for(request.num_computed_tokens) <= kv.num_slots_left
+        swaps = fits and self._is_worth_it(request, kv)
+        return self._swap_us(request, kv) if swaps else super().cost(request, kv)
 
     def preempt(self, request: Request, kv: KVCacheManager) -> None:
-        if not (self._is_worth_it(request, kv) and kv.swap_out(request)):
-            self._otherwise.preempt(request, kv)
+        is_there = request.num_computed_tokens > 0
+        if not (is_there and self._is_worth_it(request, kv) and kv.swap_out(request)):
+            super().preempt(request, kv)
         request.num_computed_tokens = 0
+
+    def _swap_us(self, request: Request, kv: KVCacheManager) -> int:
+        num_kept = kv.slots.num_blocks - kv.slots.num_free
+        return self._rates.swap_us(kv.num_blocks_for(request.num_computed_tokens), num_kept)
 
     def _is_worth_it(self, request: Request, kv: KVCacheManager) -> bool:
         return True
@@ -125,21 +152,18 @@ class Threshold(Swap):
 
 
 class Auto(Swap):
-    """`auto`: whichever is estimated to be quicker, from rates measured so far (R101, R102).
+    """`auto`: whichever is estimated to be quicker, at the rates measured so far (R101, R102)."""
 
-    What was never measured is tried.
-    """
+    def preempt(self, request: Request, kv: KVCacheManager) -> None:
+        swap, recompute = self._swap_us(request, kv), Recompute.cost(self, request, kv)
+        kv.event_log.record(Reason.ESTIMATED, request.request_id, swap, recompute)
+        super().preempt(request, kv)
 
     def _is_worth_it(self, request: Request, kv: KVCacheManager) -> bool:
-        num_blocks = kv.num_blocks_for(request.num_computed_tokens)
-        swap = self._rates.swap_us(num_blocks, kv.slots.lowest_free)
-        recompute = self._rates.recompute_us(request.num_computed_tokens)
-        costs = (-1 if us is None else us for us in (swap, recompute))
-        kv.event_log.record(Reason.ESTIMATED, request.request_id, *costs)
-        return swap is None or (recompute is not None and swap < recompute)
+        return self._swap_us(request, kv) < Recompute.cost(self, request, kv)
 
 
-PREEMPTION_MODES: dict[str, type[Recompute] | type[Swap]] = {
+PREEMPTION_MODES: dict[str, type[Recompute]] = {
     "recompute": Recompute,
     "swap": Swap,
     "threshold": Threshold,

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
+
+from .radix_check import check
 
 BlockTokens = tuple[int, ...]
 
@@ -26,11 +28,10 @@ MAX_TAIL_CANDIDATES = 64
 
 
 class Node:
-    """An edge into the tree: `block_tokens[i]` are the tokens whose K/V are in `block_ids[i]`."""
+    """An edge into the tree: `token_ids` of whole blocks, whose K/V are in `block_ids`."""
 
     __slots__ = (
         "block_ids",
-        "block_tokens",
         "children",
         "in_tier",
         "last_used",
@@ -38,19 +39,16 @@ class Node:
         "num_resident",
         "parent",
         "pins",
+        "token_ids",
     )
 
     def __init__(
-        self,
-        node_id: int,
-        parent: Node | None,
-        block_tokens: list[BlockTokens],
-        block_ids: list[int],
+        self, node_id: int, parent: Node | None, token_ids: tuple[int, ...], block_ids: list[int]
     ) -> None:
         self.node_id = node_id
         self.parent = parent
         """None for a root, and for a node that left the tree."""
-        self.block_tokens = block_tokens
+        self.token_ids = token_ids
         self.block_ids = block_ids
         """Slots, if the node is in the tier."""
         self.in_tier = False
@@ -87,6 +85,26 @@ class Match(NamedTuple):
     """Of the tier, for the blocks after `block_ids`."""
 
 
+class Place(NamedTuple):
+    """Where a prompt leaves the tree: in `node`, after so many of the blocks that it had then."""
+
+    node: Node
+    num_node_blocks: int
+    num_then: int
+    num_blocks: int
+    """Along the whole path."""
+
+
+def path_to(node: Node) -> Iterator[Node]:
+    """From `node` up; the root, which has no blocks, is left out."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+NOWHERE = Node(-1, None, (), [])
+"""The root of a scope in which nothing is stored."""
+
 Entry = tuple[int, int, Node]
 
 
@@ -114,52 +132,70 @@ class RadixCache:
         # The first heap is of those in the pool, the second of those in the tier.
         self._leaves: tuple[list[Entry], list[Entry]] = ([], [])
 
+    def find(
+        self, token_ids: Sequence[int], max_tokens: int, scope: str, before: Place | None = None
+    ) -> Place:
+        """Where a prompt of which at most `max_tokens` tokens count leaves the tree.
+
+        Whether `before`, the answer of before, still holds is seen at once: nodes leave from
+        their ends, and they are split where prompts part.
+        """
+        root = self._roots.get(scope, NOWHERE)
+        max_blocks = max_tokens // self.block_size
+        if before is not None:
+            node, num_node_blocks, num_then, num_blocks = before
+            key = self._key(token_ids, num_blocks)
+            in_tree = node.parent is not None or node is root
+            is_end = num_node_blocks < num_then or num_blocks == max_blocks
+            if in_tree and len(node.block_ids) == num_then and (is_end or key not in node.children):
+                return before
+        path = [(root, 0), *self._walk(root, token_ids, max_blocks)]
+        node, num_node_blocks = path[-1]
+        num_blocks = sum(count for _, count in path)
+        return Place(node, num_node_blocks, len(node.block_ids), num_blocks)
+
     def match(self, token_ids: Sequence[int], max_tokens: int, scope: str = "") -> Match | None:
         """The longest cached prefix of at most `max_tokens` tokens; None if there is none."""
-        root = self._roots.get(scope)
-        if root is None:
-            return None
-        node, num_node_blocks, num_evictable = root, 0, 0
-        block_ids, slots = list[int](), list[int]()
-        for node, num_node_blocks in self._walk(root, token_ids, max_tokens // self.block_size):
-            if node.in_tier:
-                slots += node.block_ids[:num_node_blocks]
+        return self.match_at(self.find(token_ids, max_tokens, scope), token_ids, max_tokens)
+
+    def match_at(self, place: Place, token_ids: Sequence[int], max_tokens: int) -> Match | None:
+        """What is cached of a prompt, where `find` says that it leaves the tree."""
+        node, num_node_blocks = place.node, place.num_node_blocks
+        num_evictable, block_ids, slots = 0, list[int](), list[int]()
+        for at in reversed(list(path_to(node))):
+            run = at.block_ids[:num_node_blocks] if at is node else at.block_ids
+            if at.in_tier:
+                slots += run
                 continue
-            block_ids += node.block_ids[:num_node_blocks]
-            num_evictable += num_node_blocks if node.pins == 0 else 0
+            block_ids += run
+            num_evictable += len(run) if at.pins == 0 else 0
         num_blocks = len(block_ids) + len(slots)
         num_tokens = num_blocks * self.block_size
         tail = self._tail(node, num_node_blocks, token_ids[num_tokens:max_tokens])
         if not num_blocks and tail is None:
             return None
         num_tokens += 0 if tail is None else tail.num_tokens
-        return Match(
-            node if num_blocks else None,
-            num_node_blocks,
-            tuple(block_ids),
-            num_evictable,
-            num_tokens,
-            tail,
-            tuple(slots),
-        )
+        end, ids = node if num_blocks else None, tuple(block_ids)
+        return Match(end, num_node_blocks, ids, num_evictable, num_tokens, tail, tuple(slots))
 
     def _tail(self, node: Node, num_node_blocks: int, token_ids: Sequence[int]) -> Tail | None:
         """Which block after this place begins with most of `token_ids`; None if there is none."""
-        if node.in_tier:
+        if node.in_tier or not token_ids:
             return None
         if num_node_blocks < len(node.block_ids):
-            following = [(node.block_tokens[num_node_blocks], node.block_ids[num_node_blocks])]
+            start = num_node_blocks * self.block_size
+            following = [(node.token_ids[start:], node.block_ids[num_node_blocks])]
         else:
             children = islice(reversed(node.children.values()), MAX_TAIL_CANDIDATES)
             following = [
-                (child.block_tokens[0], child.block_ids[0])
+                (child.token_ids, child.block_ids[0])
                 for child in children
-                if not child.in_tier
+                if child.token_ids[0] == token_ids[0] and not child.in_tier
             ]
         best: Tail | None = None
-        for block_tokens, block_id in following:
+        for known_ids, block_id in following:
             num_equal = 0
-            for known, wanted in zip(block_tokens, token_ids, strict=False):
+            for known, wanted in zip(known_ids, token_ids, strict=False):
                 if known != wanted:
                     break
                 num_equal += 1
@@ -177,15 +213,13 @@ class RadixCache:
     def unpin(self, node: Node) -> None:
         """Let go of a pinned path; it becomes the most recently used one."""
         self._tick()
-        at: Node | None = node
-        while at is not None and at.parent is not None:
+        for at in path_to(node):
             assert at.pins > 0, "a node was unpinned twice"
             at.pins -= 1
             at.last_used = self._clock
             if at.pins == 0:
                 self._count_evictable(at, len(at.block_ids))
                 self._note_leaf(at)
-            at = at.parent
 
     def insert(
         self, token_ids: Sequence[int], block_ids: Sequence[int], scope: str = "", *, pin: bool
@@ -211,9 +245,9 @@ class RadixCache:
             num_known += num_node_blocks
         adopted = list(block_ids[num_kept:])
         if num_known < len(block_ids):
-            keys = [self._key(token_ids, i) for i in range(num_known, len(block_ids))]
-            node = self._make_node(node, keys, list(block_ids[num_known:]))
-            self.num_evictable += len(keys)
+            run = token_ids[num_known * self.block_size : len(block_ids) * self.block_size]
+            node = self._make_node(node, tuple(run), list(block_ids[num_known:]))
+            self.num_evictable += len(node.block_ids)
         self.num_blocks += len(adopted)
         if pin:
             self._pin(node)
@@ -225,7 +259,7 @@ class RadixCache:
         """Where a scope's prompts begin; made if need be, and then to be filled."""
         root = self._roots.get(scope)
         if root is None:
-            root = self._roots[scope] = self._make_node(None, [], [])
+            root = self._roots[scope] = self._make_node(None, (), [])
             self._scopes[root.node_id] = scope
         return root
 
@@ -260,13 +294,10 @@ class RadixCache:
 
     def forget(self, node: Node) -> None:
         """Drop all of a path that is in the tier, unless somebody uses it: it can't be read."""
-        top: Node | None = None
-        at: Node | None = node
-        while at is not None and at.in_tier:
-            top, at = at, at.parent
-        if top is not None and top.pins == 0:
-            self.dropped_slots += top.block_ids
-            self._cut(top, 0)
+        in_tier = [at for at in path_to(node) if at.in_tier]  # up to where the blocks begin
+        if in_tier and in_tier[-1].pins == 0:
+            self.dropped_slots += in_tier[-1].block_ids
+            self._cut(in_tier[-1], 0)
 
     def _oldest_leaves(self, count: int, *, in_tier: bool) -> Iterator[tuple[Node, int]]:
         """Leaves to take `count` blocks or slots from, each with how many of its own it keeps."""
@@ -287,25 +318,22 @@ class RadixCache:
 
         The caller may split the node that it was just given.
         """
-        node, position = root, 0
-        while position < max_blocks:
-            child = node.children.get(self._key(token_ids, position))
+        node, start, size, end = root, 0, self.block_size, max_blocks * self.block_size
+        while start < end:
+            child = node.children.get(self._key(token_ids, start // size))
             if child is None:
                 return
-            limit = min(len(child.block_ids), max_blocks - position)
-            whole = limit == len(child.block_ids)
-            num_matched = 1
-            while (
-                num_matched < limit
-                and self._key(token_ids, position + num_matched) == child.block_tokens[num_matched]
-            ):
-                num_matched += 1
-            yield child, num_matched
-            if num_matched < limit or not whole:
+            known = child.token_ids
+            wanted = tuple(token_ids[start : min(start + len(known), end)])
+            if wanted != known:
+                at = range(size, len(wanted), size)
+                equal = (wanted[i : i + size] == known[i : i + size] for i in at)
+                yield child, 1 + sum(takewhile(bool, equal))
                 return
-            node, position = child, position + num_matched
+            yield child, len(child.block_ids)
+            node, start = child, start + len(known)
 
-    def _key(self, token_ids: Sequence[int], block_index: int) -> BlockTokens:
+    def _key(self, token_ids: Sequence[int], block_index: int = 0) -> BlockTokens:
         start = block_index * self.block_size
         return tuple(token_ids[start : start + self.block_size])
 
@@ -314,13 +342,13 @@ class RadixCache:
         self.version += 1
 
     def _make_node(
-        self, parent: Node | None, block_tokens: list[BlockTokens], block_ids: list[int]
+        self, parent: Node | None, token_ids: tuple[int, ...], block_ids: list[int]
     ) -> Node:
-        node = Node(self._next_node_id, parent, block_tokens, block_ids)
+        node = Node(self._next_node_id, parent, token_ids, block_ids)
         node.last_used = self._clock
         self._next_node_id += 1
         if parent is not None:
-            parent.children[block_tokens[0]] = node
+            parent.children[self._key(node.token_ids)] = node
             parent.num_resident += 1
             self._num_nodes += 1
         return node
@@ -362,25 +390,25 @@ class RadixCache:
         if num_blocks == 0:
             return node.parent
         self.version += 1
+        num_tokens = num_blocks * self.block_size
         upper = self._make_node(
-            node.parent, node.block_tokens[:num_blocks], node.block_ids[:num_blocks]
+            node.parent, node.token_ids[:num_tokens], node.block_ids[:num_blocks]
         )
         node.parent.num_resident -= 1  # one child took the place of another
         upper.pins, upper.last_used, upper.in_tier = node.pins, node.last_used, node.in_tier
         upper.num_resident = 0 if node.in_tier else 1
-        del node.block_tokens[:num_blocks], node.block_ids[:num_blocks]
-        upper.children[node.block_tokens[0]] = node
+        node.token_ids = node.token_ids[num_tokens:]
+        del node.block_ids[:num_blocks]
+        upper.children[self._key(node.token_ids)] = node
         node.parent = upper
         return upper
 
     def _pin(self, node: Node) -> None:
         self._tick()
-        at: Node | None = node
-        while at is not None and at.parent is not None:
+        for at in path_to(node):
             if at.pins == 0:
                 self._count_evictable(at, -len(at.block_ids))
             at.pins += 1  # last_used moves at unpin: until then it does not matter
-            at = at.parent
 
     def _cut(self, leaf: Node, num_kept: int) -> None:
         """Take an unpinned node's tail, and all below it, which can only be in the tier."""
@@ -395,7 +423,8 @@ class RadixCache:
             node.parent, node.children, node.block_ids = None, {}, []
         leaf.children = {}
         if num_kept:
-            del leaf.block_ids[num_kept:], leaf.block_tokens[num_kept:]
+            leaf.token_ids = leaf.token_ids[: num_kept * self.block_size]
+            del leaf.block_ids[num_kept:]
             self._note_leaf(leaf)
         else:
             self._remove(leaf)
@@ -403,10 +432,10 @@ class RadixCache:
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
-        del parent.children[leaf.block_tokens[0]]
+        del parent.children[self._key(leaf.token_ids)]
         parent.num_resident -= not leaf.in_tier
         leaf.parent = None
-        leaf.block_ids, leaf.block_tokens = [], []
+        leaf.block_ids, leaf.token_ids = [], ()
         self._num_nodes -= 1
         if parent.parent is not None:
             self._note_leaf(parent)
@@ -453,39 +482,4 @@ class RadixCache:
 
     def check(self) -> None:
         """Recount: edges are whole blocks under the right key, counters and pins add up."""
-        queued = {
-            id(entry[2])
-            for in_tier, heap in enumerate(self._leaves)
-            for entry in heap
-            if self._is_current(entry, bool(in_tier))
-        }
-        nodes = list(self.nodes())
-        for node in nodes:
-            parent = node.parent
-            assert parent is not None, "a node that left is still in the tree"
-            assert node.block_ids, "an empty node is in the tree"
-            assert len(node.block_ids) == len(node.block_tokens), "a block lost its tokens"
-            assert parent.children.get(node.block_tokens[0]) is node, "a node has the wrong key"
-            for tokens in node.block_tokens:
-                assert len(tokens) == self.block_size, "an edge holds a half-filled block"
-            assert node.pins >= sum(child.pins for child in node.children.values()), (
-                "a pinned node has an unpinned ancestor"
-            )
-            resident = [child for child in node.children.values() if not child.in_tier]
-            assert node.num_resident == len(resident), "the number of resident children is wrong"
-            assert not (node.in_tier and resident), "a block is behind one that is in the tier"
-            if node.pins == 0 and not (node.children if node.in_tier else resident):
-                assert id(node) in queued, "an unpinned leaf can't be found for eviction"
-        assert all(root.children for root in self._roots.values()), "an empty root was kept"
-        assert self._scopes == {root.node_id: scope for scope, root in self._roots.items()}
-        block_ids = self.block_ids()
-        assert len(set(block_ids)) == len(block_ids), "a block is in the tree twice"
-        assert self._num_nodes == len(nodes), "the number of nodes is wrong"
-        assert self.num_blocks == len(block_ids), "the number of cached blocks is wrong"
-        slots = self.slots()
-        assert len(set(slots)) == len(slots), "a slot is in the tree twice"
-        evictable = [0, 0]
-        for node in nodes:
-            evictable[node.in_tier] += len(node.block_ids) if node.pins == 0 else 0
-        assert self.num_evictable == evictable[0], "the number of evictable blocks is wrong"
-        assert self.num_evictable_slots == evictable[1], "the number of evictable slots is wrong"
+        check(self)

@@ -9,12 +9,14 @@ budget, max_model_len and the free blocks (R6-R9).
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from heapq import heappop, heappush
 
 from ..config import CacheConfig, SchedulerConfig
 from ..messages import (
+    SMALL_MODEL,
     KeptRun,
+    ModelCosts,
     NewRequest,
     ScheduledRequest,
     SchedulerOutput,
@@ -26,9 +28,9 @@ from ..request import Request, Status
 from .admission import Admission
 from .audit import audit
 from .batching import BATCHING_MODES
-from .event_log import EventLog
+from .event_log import EventLog, Reason
 from .journal import Journal
-from .kv_cache_manager import make_kv_manager
+from .kv_cache_manager import KV_MANAGERS
 from .limits import Limits
 from .policy import by_name
 from .preemption import PREEMPTION_MODES, VICTIM_POLICIES
@@ -37,6 +39,8 @@ from .rates import Rates
 from .stats import SchedulerStats, stats_of
 from .stop_rules import find_stop
 from .waiting_orders import WAITING_ORDERS
+
+RUNNING = Status.RUNNING  # looking a member up costs as much as all else that a loop asks
 
 
 class Draft:
@@ -71,6 +75,7 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         num_slots: tuple[int, int] = (0, 0),
+        costs: ModelCosts = SMALL_MODEL,
         event_log: EventLog | None = None,
     ) -> None:
         """`num_slots`: room for blocks in the tiers below the pool, RAM and file."""
@@ -78,23 +83,22 @@ class Scheduler:
         self.config = config
         self.event_log = EventLog() if event_log is None else event_log
         self.journal = Journal(self.event_log)
-        self.kv = make_kv_manager(
-            cache_config, num_blocks, max_model_len, self.event_log, num_slots=sum(num_slots)
-        )
-        self.rates = Rates(num_slots[0], config.token_budget)
-        chunked = config.enable_chunked_prefill
-        self.limits = Limits(
-            max_model_len, self.kv.capacity, None if chunked else config.token_budget
-        )
+        capacity = num_blocks * cache_config.block_size
+        max_prompt_tokens = None if config.enable_chunked_prefill else config.token_budget
+        self.limits = Limits(max_model_len, capacity, max_prompt_tokens)
+        self.rates = Rates(num_slots, config.token_budget, costs)
+        manager = KV_MANAGERS[cache_config.kv_reservation]
+        self.kv = manager(cache_config, self.limits, self.rates, self.event_log)
         self.requests: dict[int, Request] = {}
         """Live ones, by id."""
         self.running: dict[int, Request] = {}
         """By id, in order of admission."""
         order = by_name("scheduling_policy", config.scheduling_policy, WAITING_ORDERS)
         self.waiting = order(config)
-        self.victims = by_name("victim_policy", config.victim, VICTIM_POLICIES)()
         means = by_name("preemption_mode", config.preemption_mode, PREEMPTION_MODES)
         self._preemption = means(config, self.rates)
+        victims = by_name("victim_policy", config.victim, VICTIM_POLICIES)
+        self.victims = victims(lambda request: self._preemption.cost(request, self.kv))
         self.batching = by_name("batching_mode", config.batching_mode, BATCHING_MODES)()
         self.free_rows = list(range(config.max_num_seqs))
         """Heap: the worker's persistent rows that nobody has."""
@@ -138,7 +142,7 @@ class Scheduler:
             if request in busy:
                 draft.num_blocks_owed += self.kv.num_blocks_owed(request)
                 continue
-            if request.status is not Status.RUNNING:  # a victim of this step
+            if request.status is not RUNNING:  # a victim of this step
                 continue
             num_new = min(num_tokens - num_computed, draft.budget)
             if num_new == 0:
@@ -229,9 +233,9 @@ class Scheduler:
             leader = request.leader
             request.num_cached_tokens = num_hits if leader is None else leader.num_cached_tokens
         row = request.row = heappop(self.free_rows)
-        request.status = Status.RUNNING
+        request.status = RUNNING
         self.running[request.request_id] = request
-        draft.starts.append(new_request(request))
+        draft.starts.append(request.start_message())
         draft.entries[request] = ScheduledRequest(
             row, num_hits, num_new, end == request.num_tokens, tuple(request.block_ids)
         )
@@ -245,24 +249,30 @@ class Scheduler:
         assert plan.step == result.step, "this is the result of another step"
         if result.timing is not None:
             self.rates.observe(result.timing)
-        faults = {fault.row: fault.message for fault in result.faults}
+        faults = {fault.row: fault for fault in result.faults}
         sampled = {token.row: token for token in result.sampled}
         scored = {part.row: part.logprobs for part in result.prompt_logprobs}
         events: list[TokenEvent] = []
         requests = self.in_flight.pop(plan.step, ())
         for entry, request in zip(plan.scheduled, requests, strict=True):
-            if request.status is not Status.RUNNING:
+            if request.status is not RUNNING:
                 if request.row is not None and request not in self.batching.padding:
                     self._free(request)
                 continue
             request_id = request.request_id
             if faults and entry.row in faults:
-                message = faults[entry.row]
+                _, message, retry, refused = faults[entry.row]
+                if retry:
+                    self.event_log.record(Reason.LOST, request.request_id)
+                    self.kv.free(request, publish=False)
+                    request.num_computed_tokens = 0
+                    self._preempt(request, request)
+                    continue
                 self._end(request, "error", message)
-                events.append(TokenEvent(request_id, (), (), "error", None, message))
+                events.append(TokenEvent(request_id, (), (), "error", None, message, refused))
                 continue
             request.num_computed_tokens = entry.num_computed_tokens + entry.num_new_tokens
-            if entry.row in scored:
+            if scored and entry.row in scored:
                 request.prompt_logprobs += scored[entry.row]
             if not entry.samples:
                 continue
@@ -271,21 +281,28 @@ class Scheduler:
             finish_reason, stop_reason = find_stop(request, token_id, self.limits.max_model_len)
             if finish_reason is not None:
                 self._end(request, finish_reason)
-            elif entry.num_new_tokens > 1 or request.num_output_tokens == 1:
+            elif entry.num_new_tokens > 1 or entry.num_computed_tokens < request.num_prompt_tokens:
                 # A prefill is done, and its last row, which attends to all others, was good.
                 self.kv.publish(request)
-            events.append(
-                TokenEvent(
-                    request_id,
-                    (token_id,),
-                    () if logprobs is None else (logprobs,),
-                    finish_reason,
-                    stop_reason,
-                )
-            )
+            parts = () if logprobs is None else (logprobs,)
+            events.append(TokenEvent(request_id, (token_id,), parts, finish_reason, stop_reason))
         if not self.running:
             self._drop_padding()
         return events
+
+    def extend(self, request_id: int, token_ids: Sequence[int]) -> TokenEvent:
+        """Append tokens that nobody has to sample to a running request, between two steps; later
+        steps compute them like any that are known. Those behind an end are left out."""
+        request = self.requests[request_id]
+        num_before, stop_reason = len(request.token_ids), None
+        for token_id in token_ids:
+            request.token_ids.append(token_id)
+            finish_reason, stop_reason = find_stop(request, token_id, self.limits.max_model_len)
+            if finish_reason is not None:
+                self._end(request, finish_reason)
+                break
+        added = tuple(request.token_ids[num_before:])
+        return TokenEvent(request_id, added, (), request.finish_reason, stop_reason)
 
     def finish(self, request_id: int, reason: str) -> bool:
         """End a request from outside (abort, a stop string): False if it is not live any more.
@@ -302,7 +319,7 @@ class Scheduler:
         self.journal.end(request, reason, message)
         request_id = request.request_id
         del self.requests[request_id]
-        was_running = request.status is Status.RUNNING
+        was_running = request.status is RUNNING
         request.status = Status.FINISHED
         request.finish_reason = reason
         if not was_running:
@@ -360,18 +377,3 @@ class Scheduler:
     def audit(self) -> None:
         """Recount everything from scratch; an AssertionError is a bug of ours."""
         audit(self)
-
-
-def new_request(request: Request) -> NewRequest:
-    """All that the worker has to know of a request that starts or resumes."""
-    assert request.row is not None
-    return NewRequest(
-        request.row,
-        request.request_id,
-        tuple(request.token_ids),
-        request.num_prompt_tokens,
-        request.params,
-        request.seed,
-        request.eos_token_ids,
-        len(request.prompt_logprobs),
-    )

@@ -33,7 +33,7 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger("octavo")
 
 IDLE_AUDIT_SECONDS = 1.0
-"""Without work for so long, the engine recounts its blocks once, then sleeps."""
+"""Without work for so long, the engine recounts its blocks once, keeps prefixes, then sleeps."""
 
 Command = Callable[[], list[StreamEvent]]
 
@@ -255,7 +255,12 @@ class AsyncLLM:
             return self._commands.get(timeout=IDLE_AUDIT_SECONDS)
         except queue.Empty:
             self._engine.core.scheduler.audit()
-            return self._commands.get()
+            self._compilers.submit(self._engine.core.grammars.warm_up)
+        keep, go_on = self._engine.core.prefixes.keep, self._commands.empty
+        while (seconds := keep(go_on=go_on)) is not None:
+            with suppress(queue.Empty):
+                return self._commands.get(timeout=seconds)
+        return self._commands.get()
 
     def _add(self, stream: AnswerStream, requests: list[Request]) -> list[StreamEvent]:
         self._streams[stream.request_id] = stream

@@ -17,6 +17,7 @@ from ..worker.executor import Executor
 from .grammar import Grammars
 from .metrics import Metrics
 from .output_processor import OutputProcessor
+from .prefix_keeper import PrefixKeeper
 from .queue_limits import QueueLimits
 from .tokenizer import Tokenizer
 
@@ -45,8 +46,7 @@ class EngineCore:
         self.metrics = metrics
         self.now = now
         self.outputs = OutputProcessor(tokenizer, metrics, self._finish, now)
-        self.prefix_file: str | None = None
-        """Where cached prefixes outlive the engine."""
+        self.prefixes = PrefixKeeper(scheduler, executor, now)
         self.queue = QueueLimits(scheduler.config)
         """For front ends that turn requests away; those that enter leave it here."""
         self._deadlines: list[tuple[float, int, bool]] = []
@@ -88,6 +88,8 @@ class EngineCore:
 
     def step(self) -> list[StreamEvent]:
         """Schedule, compute, and give each request that moved its event."""
+        if self.prefixes.due <= self.now():
+            self.prefixes.keep()
         expired = self._expire() if self._deadlines else []
         plan = self.scheduler.schedule()
         if not (plan.scheduled or plan.transfers):
@@ -120,8 +122,8 @@ class EngineCore:
         return events
 
     def _constrained(self, event: TokenEvent) -> TokenEvent:
-        """The event, with the end that its grammar puts there."""
-        taken = self.grammars.advance(event)
+        """The event, with the tokens and the end that its grammar puts there."""
+        taken = self.grammars.advance(event, self.scheduler.extend)
         if taken.finish_reason != event.finish_reason:
             reason = "error" if taken.error is not None else "stop"
             self.scheduler.finish(event.request_id, reason)
@@ -140,12 +142,8 @@ class EngineCore:
 
     def close(self, *, healthy: bool = True) -> None:
         """Keep cached prefixes, if that is wanted, and give back the executor's memory."""
-        if self.prefix_file is not None and healthy:
-            try:
-                runs = self.scheduler.kv.export_prefixes()
-                self.executor.save_prefixes(self.prefix_file, runs)
-            except OSError as error:
-                logger.error("prefix cache not kept in %s: %s", self.prefix_file, error)
+        if healthy:
+            self.prefixes.keep(at_once=True)
         self.executor.close()
 
     def _compute(self, plan: SchedulerOutput) -> StepResult:

@@ -8,24 +8,24 @@ of the form it was promised in (C71).
 
 from __future__ import annotations
 
-import json
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
+from ..grammar_source import source_of
 from ..grammar_spec import GrammarSpec
 from ..messages import SchedulerOutput, TokenEvent
 from ..request import Request
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
+    from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger("octavo")
 
@@ -39,37 +39,65 @@ COMPILE_SECONDS = 10.0
 """Until a request whose grammar still waits or compiles is refused; a compilation itself is
 bounded by the library's limits, below a second."""
 
+MAX_RUN = 64
+"""Tokens that one step may append without sampling them."""
 
-class GrammarFault(Exception):
+MAX_FORCED = 4096
+"""Tokens that may follow each other without a choice: llguidance looks at all of them in each step.
+Also the bound on its looks for one run, all together."""
+
+
+class GrammarFault(RequestError):
     """The matcher refused a token or found no mask; the text is for the user."""
 
 
 class Matcher:
     """Where one answer stands in its grammar."""
 
-    __slots__ = ("_matcher", "mask", "num_tokens")
+    __slots__ = ("_jumps", "_matcher", "mask", "num_tokens", "unsent")
 
-    def __init__(self, compiled: LLMatcher) -> None:
-        """`compiled` is left as it is. Raises GrammarFault."""
+    def __init__(self, compiled: LLMatcher, *, jumps: bool = False) -> None:
+        """`compiled` is left as it is; `jumps`: advance() goes on where there is no choice.
+        Raises GrammarFault."""
         self._matcher = compiled.deep_copy()
+        self._jumps = jumps
         self.num_tokens = 0
         """Tokens taken so far."""
+        self.unsent: tuple[int, ...] = ()
+        """Tokens of the request that the executor does not know yet."""
         self.mask = b""
         """Which tokens may come next: bit i % 8, the lowest first, of byte i // 8."""
         self._fill()
 
-    def advance(self, token_ids: Sequence[int]) -> bool:
-        """Take tokens; whether nothing can follow them. Raises GrammarFault."""
+    def advance(self, token_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """Take tokens. Returns those that it took after them, since each is the only one in its
+        mask (jump-forward), and whether nothing can follow. Raises GrammarFault."""
         for token_id in token_ids:
-            if not self._matcher.consume_token(token_id):
-                raise GrammarFault(f"the grammar refused token {token_id}: {self._why()}")
-            self.num_tokens += 1
+            self._take(token_id)
+        run: list[int] = []
+        work = 0
+        # Only the first of the forced tokens is sure: it alone is in the mask. How the text behind
+        # it is cut into tokens depends on where one begins.
+        while self._jumps and len(run) < MAX_RUN and not self._matcher.is_stopped():
+            forced = self._matcher.compute_ff_tokens()
+            work += len(forced)
+            if not forced or work > MAX_FORCED:
+                break
+            self._take(forced[0])
+            run.append(forced[0])
         if self._matcher.is_stopped() and not self._matcher.is_error():
-            return True
+            return run, True
         self._fill()
-        return False
+        return run, False
+
+    def _take(self, token_id: int) -> None:
+        if not self._matcher.consume_token(token_id):
+            raise GrammarFault(f"the grammar refused token {token_id}: {self._why()}")
+        self.num_tokens += 1
 
     def _fill(self) -> None:
+        if len(self._matcher.compute_ff_tokens()) > MAX_FORCED:
+            raise GrammarFault(f"the grammar leaves no choice for more than {MAX_FORCED} tokens")
         self.mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise GrammarFault(f"the grammar failed: {self._why()}")
@@ -82,9 +110,15 @@ class Grammars:
     """Compiles grammars, from any thread; holds the matchers of the engine's live requests."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        jump_forward: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
+        self._jump_forward = jump_forward
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
@@ -104,15 +138,19 @@ class Grammars:
             if (compiled := self._compiled.get(spec)) is not None:
                 self._compiled.move_to_end(spec)
                 return compiled
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         with self._vocabulary_lock:
             vocabulary = self._vocabulary
-        compiled = LLMatcher(vocabulary, _source_of(spec), log_level=0, limits=_limits())
+        # The library's own bounds on work and memory; a step of a mask ends within milliseconds.
+        limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+        compiled = LLMatcher(vocabulary, source_of(spec), log_level=0, limits=limits)
         if compiled.is_error():
-            reason = compiled.get_error().partition("<non-verbose")[0].strip()
+            # Of the lines around the place only some are the user's own.
+            reason = re.split(r"<non-verbose|\n +\d+ \|", compiled.get_error())[0].strip()
             text = reason.replace("Unimplemented keys:", "unsupported keywords in the JSON schema:")
             raise RequestError(f"the grammar can't be used: {text}", param="grammar")
+        Matcher(compiled)  # the first mask is the slowest, and this may be any thread
         with self._lock:
             self._compiled[spec] = compiled
             while len(self._compiled) > MAX_COMPILED:
@@ -124,22 +162,31 @@ class Grammars:
         spec = request.params.grammar
         if spec is None:
             return
-        try:
-            self.live[request.request_id] = Matcher(self.compile(spec))
-        except GrammarFault as fault:
-            raise RequestError(str(fault), param="grammar") from fault
+        jumps = self._jump_forward and request.params.takes_forced_tokens
+        self.live[request.request_id] = Matcher(self.compile(spec), jumps=jumps)
 
     def drop(self, request_id: int) -> None:
         """The request ended, or never began."""
         self.live.pop(request_id, None)
 
     def masked(self, plan: SchedulerOutput, requests: Mapping[int, Request]) -> SchedulerOutput:
-        """The plan with the masks of its rows."""
-        rows = ((requests[i].row, m.mask) for i, m in self.live.items() if i in requests)
-        return plan._replace(masks=tuple((row, mask) for row, mask in rows if row is not None))
+        """The plan with the masks of its rows, and the tokens that were appended to them."""
+        matchers = {requests[i].row: m for i, m in self.live.items() if i in requests}
+        rows = [entry.row for entry in plan.scheduled if entry.row in matchers]
+        known = {start.row for start in plan.starts}
+        forced = [(row, matchers[row].unsent) for row in rows if row not in known]
+        for row in rows:
+            matchers[row].unsent = ()
+        return plan._replace(
+            masks=tuple((row, matchers[row].mask) for row in rows),
+            forced=tuple((row, token_ids) for row, token_ids in forced if token_ids),
+        )
 
-    def advance(self, event: TokenEvent) -> TokenEvent:
-        """Take the tokens of an event. It comes back with an end where the grammar puts one:
+    def advance(
+        self, event: TokenEvent, extend: Callable[[int, Sequence[int]], TokenEvent]
+    ) -> TokenEvent:
+        """Take the tokens of an event, and append with `extend` (the scheduler's) those that can be
+        no others. The event comes back with them, and with an end where the grammar puts one:
         finish_reason "complete", or "error" without the tokens that the grammar refused."""
         matcher = self.live.get(event.request_id)
         if matcher is None:
@@ -148,16 +195,27 @@ class Grammars:
             self.drop(event.request_id)
             return event
         try:
-            if not matcher.advance(event.token_ids):
-                return event
+            run, complete = matcher.advance(event.token_ids)
         except Exception as fault:
             if not isinstance(fault, GrammarFault):
                 logger.exception("the grammar of request %d failed", event.request_id)
             self.drop(event.request_id)
             error = str(fault) or f"internal error in the grammar: {type(fault).__name__}"
             return TokenEvent(event.request_id, (), (), "error", None, error)
-        self.drop(event.request_id)
-        return event._replace(finish_reason=COMPLETE)
+        if run:
+            more = extend(event.request_id, run)
+            matcher.unsent = more.token_ids
+            event = more._replace(token_ids=event.token_ids + more.token_ids)
+        if complete and event.finish_reason is None:
+            event = event._replace(finish_reason=COMPLETE)
+        if event.finish_reason is not None:
+            self.drop(event.request_id)
+        return event
+
+    def warm_up(self) -> None:
+        """Build what the first grammar of a process waits for, from any thread."""
+        with self._vocabulary_lock:
+            assert self._vocabulary
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -165,87 +223,29 @@ class Grammars:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         # Each half holds Python's lock for about 80 ms; streams that run may go on in between.
-        wrapper = TokenizerWrapper(_Vocabulary(self))
-        bare = LLTokenizer(wrapper, eos_token=self.eos_ids(), slices=[])
+        vocabulary = _Vocabulary(self.tokenizer, self._vocab_size, self._eos_token_ids)
+        wrapper = TokenizerWrapper(vocabulary)
+        bare = LLTokenizer(wrapper, eos_token=vocabulary.eos_token_ids, slices=[])
         time.sleep(0.01)
         return bare.with_slices(LLTokenizer.general_slices())
-
-    def eos_ids(self) -> list[int]:
-        """What ends an answer; a model without such a token gets one that it can't produce."""
-        return self._eos_token_ids or [self._vocab_size]
-
-    def tokens(self) -> list[bytes]:
-        """Bytes of each token of the model, padding included."""
-        known = min(self._vocab_size, self.tokenizer.vocab_size)
-        tokens = [self.tokenizer.token_bytes(i) for i in range(known)]
-        tokens += [b""] * (self._vocab_size - known)
-        return tokens if self._eos_token_ids else [*tokens, b"<end>"]
-
-    def special_ids(self) -> list[int]:
-        """Tokens that are no text."""
-        return sorted({*self.tokenizer.special_ids, *self.eos_ids()})
-
-    def encode(self, text: bytes) -> list[int]:
-        """Token ids of plain text."""
-        return self.tokenizer.encode(text.decode(), add_special_tokens=False, parse_special=False)
 
 
 class _Vocabulary:
     """The attributes that llguidance reads from a tokenizer, and a call that encodes."""
 
-    def __init__(self, grammars: Grammars) -> None:
-        self.eos_token_id = grammars.eos_ids()[0]
-        self.bos_token_id = None
-        self.tokens = grammars.tokens()
-        self.special_token_ids = grammars.special_ids()
-        self._encode = grammars.encode
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
+        """A model without an end-of-sequence token gets one that it can't produce."""
+        known = min(vocab_size, tokenizer.vocab_size)
+        self.tokens = [tokenizer.token_bytes(i) for i in range(known)]
+        self.tokens += [b""] * (vocab_size - known)
+        if not eos_token_ids:
+            self.tokens.append(b"<end>")
+        self.eos_token_ids = eos_token_ids or [vocab_size]
+        self.eos_token_id = self.eos_token_ids[0]
+        self.special_token_ids = sorted({*tokenizer.special_ids, *self.eos_token_ids})
+        self._tokenizer = tokenizer
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text)
-
-
-def _limits() -> LLParserLimits:
-    """The library's own bounds on work and memory; a step of a mask ends within milliseconds."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-
-
-_THINKING = r"""
-start: {start} @form
-rest[lazy]: /(.|\n)*/ "</think>"
-blank: /[ \n]*/
-"""
-_STARTS = {"open": "rest blank", "may": '(/[ \\n]*/ "<think>" rest blank)?'}
-
-
-def _source_of(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's own words. Raises RequestError."""
-    try:
-        form = _form_of(spec)
-        if not spec.thinking:
-            return form
-        is_json = form.startswith("{")
-        grammars = json.loads(form)["grammars"] if is_json else [{"lark_grammar": form}]
-        first = {"lark_grammar": _THINKING.format(start=_STARTS[spec.thinking])}
-        return json.dumps({"grammars": [first, {**grammars[0], "name": "form"}, *grammars[1:]]})
-    except Exception as error:
-        raise RequestError(f"the grammar can't be read: {error}", param="grammar") from error
-
-
-def _form_of(spec: GrammarSpec) -> str:
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if spec.kind == "json":
-        # Never lenient: a keyword that is not built is refused, not ignored.
-        options: JsonCompileOptions = {
-            "lenient": False,
-            "whitespace_flexible": bool(spec.whitespace),
-            "whitespace_pattern": spec.whitespace or None,
-        }
-        return LLMatcher.grammar_from_json_schema(spec.source, overrides=options)
-    if spec.kind == "regex":
-        return LLMatcher.grammar_from_regex(spec.source)
-    is_lark = spec.kind == "lark"
-    return LLMatcher.grammar_from_lark(spec.source if is_lark else any_to_lark(spec.source))
+        return self._tokenizer.encode(text.decode(), add_special_tokens=False, parse_special=False)

@@ -85,7 +85,7 @@ class InputProcessor:
         if params.bad_words:
             params = replace(params, bad_words=(), bad_words_token_ids=self._bad_words(params))
         room = self.limits.max_output_tokens(len(token_ids))
-        if room < 1:
+        if room < 1 and params.max_tokens != 0:
             needed, limit = len(token_ids) + 1, len(token_ids) + room
             raise RequestTooLarge("prompt and one output token, in tokens", needed, limit)
         if params.max_tokens is not None and params.max_tokens > room:

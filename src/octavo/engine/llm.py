@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", **settings: Any) -> None:
         self.config = make_config(model=model, **settings)
-        self._engine: Engine = build_engine(self.config)
+        self._engine: Engine = build_engine(self.config, scraped=False)
         self._next_request_id = 0
         self._turns = threading.Lock()
         self._whose_turn: int | None = None
@@ -116,9 +116,13 @@ class LLM:
                 self._abort(requests)
 
     def close(self) -> None:
-        """Give back the model's memory and threads; the LLM can't be used afterwards."""
-        self._closed = True
-        self._engine.core.close()
+        """Give back the model's memory and threads; the LLM can't be used afterwards.
+
+        Raises RequestError while a stream of this thread is open; other threads' calls end first.
+        """
+        with suppress(EngineDead), self._turn():  # EngineDead: it is closed already
+            self._closed = True
+            self._engine.core.close()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

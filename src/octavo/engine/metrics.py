@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from ..core.stats import SchedulerStats
     from .output_processor import Answer
 
@@ -37,7 +36,11 @@ class Metrics:
     """Counts what an engine does; `render` is the text that /metrics serves."""
 
     def __init__(self, model_name: str) -> None:
-        self.registry = CollectorRegistry()
+        # Imported here: it brings a web server along, and engines of one process have no scraper.
+        import prometheus_client
+
+        self._prometheus = prometheus_client
+        self.registry = prometheus_client.CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
         self._stats: Callable[[], SchedulerStats] | None = None
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
@@ -45,7 +48,7 @@ class Metrics:
         self.corrupted_requests = self._counter(
             "corrupted_requests", "Requests that a fault of their own row ended"
         )
-        self.request_success = Counter(
+        self.request_success = prometheus_client.Counter(
             "vllm:request_success",
             "Requests ended, by reason",
             [*self.labels, "finished_reason"],
@@ -109,7 +112,7 @@ class Metrics:
         """Note the end of one answer."""
         self.request_success.labels(*self.labels.values(), finish_reason).inc()
         self._prompt_lengths.observe(answer.request.num_prompt_tokens)
-        self._generation_lengths.observe(answer.num_generated_tokens)
+        self._generation_lengths.observe(answer.text.num_tokens)
         times = self._request_times
         times["e2e_request_latency"].observe(now - answer.arrival_time)
         if answer.scheduled_time is None:
@@ -121,22 +124,30 @@ class Metrics:
         times["request_prefill_time"].observe(answer.first_token_time - answer.scheduled_time)
         times["request_decode_time"].observe(decode_time)
         times["request_inference_time"].observe(answer.last_token_time - answer.scheduled_time)
-        if answer.num_generated_tokens > 1:
-            self._time_per_output_token.observe(decode_time / (answer.num_generated_tokens - 1))
+        if answer.text.num_tokens > 1:
+            self._time_per_output_token.observe(decode_time / (answer.text.num_tokens - 1))
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text form."""
-        return generate_latest(self.registry)
+        return self._prometheus.generate_latest(self.registry)
 
-    def _counter(self, name: str, doc: str) -> Any:
-        counter = Counter(f"vllm:{name}", doc, list(self.labels), registry=self.registry)
-        return counter.labels(**self.labels)
+    def _counter(self, name: str, doc: str, kind: str = "Counter", **options: Any) -> Any:
+        make = getattr(self._prometheus, kind)
+        made = make(f"vllm:{name}", doc, list(self.labels), registry=self.registry, **options)
+        return made.labels(**self.labels)
 
     def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Any:
-        histogram = Histogram(
-            f"vllm:{name}", doc, list(self.labels), registry=self.registry, buckets=buckets
-        )
-        return histogram.labels(**self.labels)
+        return self._counter(name, doc, "Histogram", buckets=buckets)
+
+
+class Unwatched:
+    """Takes what Metrics takes and keeps nothing: for an engine that nobody scrapes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: object) -> None:
+        return None
 
 
 class _SchedulerCollector:
@@ -146,37 +157,30 @@ class _SchedulerCollector:
         self.metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         stats = self.metrics.stats()
         if stats is None:
             return
         # The engine's thread may be between two of these counts: a gauge is never negative (C67).
         used = max(0, stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks)
+        used_share = used / stats.num_blocks
         gauges = (
-            ("num_requests_running", "Requests in the batch", stats.num_running),
-            ("num_requests_waiting", "Requests in the queue", stats.num_waiting),
-            ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", used / stats.num_blocks),
+            ("vllm:num_requests_running", "Requests in the batch", stats.num_running),
+            ("vllm:num_requests_waiting", "Requests in the queue", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", used_share),
         )
+        recomputed = "Tokens computed again after a preemption"
         counters = (
-            ("num_preemptions", "Preemptions", stats.num_preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries_tokens),
-            ("prefix_cache_hits", "Prompt tokens found cached", stats.prefix_hits_tokens),
+            ("vllm:num_preemptions", "Preemptions", stats.num_preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens found cached", stats.prefix_hits_tokens),
+            ("octavo:recomputed_tokens", recomputed, stats.recomputed_tokens),
+            ("octavo:steps", "Engine steps", stats.steps),
         )
-        own = (
-            (
-                "recomputed_tokens",
-                "Tokens computed again after a preemption",
-                stats.recomputed_tokens,
-            ),
-            ("steps", "Engine steps", stats.steps),
-        )
-        names = list(self.metrics.labels)
-        values = list(self.metrics.labels.values())
-        for name, doc, value in gauges:
-            gauge = GaugeMetricFamily(f"vllm:{name}", doc, labels=names)
-            gauge.add_metric(values, value)
-            yield gauge
-        for prefix, family in (("vllm", counters), ("octavo", own)):
+        labels = self.metrics.labels
+        for kind, family in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, doc, value in family:
-                counter = CounterMetricFamily(f"{prefix}:{name}", doc, labels=names)
-                counter.add_metric(values, value)
-                yield counter
+                metric = kind(name, doc, labels=list(labels))
+                metric.add_metric(list(labels.values()), value)
+                yield metric

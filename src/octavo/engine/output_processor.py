@@ -27,7 +27,6 @@ class Answer:
         "first_token_time",
         "index",
         "last_token_time",
-        "num_generated_tokens",
         "parent_id",
         "request",
         "scheduled_time",
@@ -40,7 +39,6 @@ class Answer:
         self.parent_id = parent_id
         self.index = index
         self.text = TextStream(tokenizer, request.params)
-        self.num_generated_tokens = 0
         self.scored = False
         """Whether its prompt logprobs were sent."""
         self.arrival_time = request.arrival_time
@@ -104,6 +102,7 @@ class OutputProcessor:
                 token_ids=(), logprobs=(), finish_reason=reason, stop_reason=None
             )
         scores: tuple[Logprob | None, ...] | None = None
+        num_before = answer.text.num_tokens
         try:
             scores = self._prompt_logprobs(answer, event)
             piece = answer.text.push(
@@ -114,8 +113,7 @@ class OutputProcessor:
             logger.exception("text of request %d failed", event.request_id)
             error = f"internal error in the text of this answer: {type(fault).__name__}"
             piece = Piece("", (), (), "error", None)
-        answer.num_generated_tokens += len(event.token_ids)
-        self._measure(answer, len(event.token_ids), now)
+        self._measure(answer, answer.text.num_tokens - num_before, now)
         if piece.finish_reason is not None:
             if event.finish_reason is None:
                 self.finish(event.request_id, piece.finish_reason)
@@ -130,7 +128,8 @@ class OutputProcessor:
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             error=error,
-            num_generated_tokens=answer.num_generated_tokens,
+            refused=event.refused,
+            num_generated_tokens=answer.text.num_tokens,
             num_cached_tokens=answer.request.num_cached_tokens,
             prompt_logprobs=scores,
         )

@@ -46,6 +46,8 @@ class TextStream:
         """Characters in _held."""
         self._unshown: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._finished = False
+        self.num_tokens = 0
+        """Tokens taken up to the end, those that are no text included."""
 
     def push(
         self,
@@ -64,15 +66,18 @@ class TextStream:
         shown = _Shown([], [], [])
         if self._finished:
             return Piece("", (), (), None, None)
+        num_tokens = self.num_tokens + len(token_ids)
         if finish_reason == "stop":
             token_ids = token_ids[:-1]
         elif finish_reason == "complete":
             finish_reason = "stop"
         for i, token_id in enumerate(token_ids):
+            self.num_tokens += 1
             self._unshown.append((token_id, logprobs[i] if logprobs else None))
             for run in self._detokenizer.push(token_id):
                 if stop := self._take(run, shown):
                     return self._piece(shown, "stop", stop)
+        self.num_tokens = num_tokens
         if finish_reason is not None:
             for run in self._detokenizer.finish():
                 if stop := self._take(run, shown):

@@ -7,6 +7,7 @@ given plain text: what a user wrote can never become one of them (C100).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ..errors import ModelLoadError, RequestError
 from .vocabulary import SPACE_MARK, ControlToken, Vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ..checkpoint import TokenizerSpec
     from .chat_messages import Placeholders
@@ -148,6 +149,10 @@ class Tokenizer:
         chat_template: str | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> tuple[str, Placeholders]:
+        if not isinstance(chat_template, str | None):
+            raise RequestError("chat_template must be text", param="chat_template")
+        if not isinstance(template_kwargs, Mapping | None):
+            raise RequestError("template_kwargs must be a mapping", param="template_kwargs")
         template = (
             self.chat_template if chat_template is None else self._template_from(chat_template)
         )

@@ -19,12 +19,13 @@ not on T or B, on the row's place, on chunk borders, on the block ids or on the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..checkpoint import StoredRows
+from ..checkpoint import Checkpoint, StoredRows
 from ..errors import ConfigError
 
 Array = np.ndarray[Any, Any]
@@ -83,6 +84,11 @@ class SamplingKernels(Protocol):
     octavo.sampling. logits [S, V] float32, rows [R] int32 the rows that are meant; NaN logits
     become -inf in place."""
 
+    def mask(self, logits: Array, rows: Array, masks: Array) -> None:
+        """Bar (-inf) what masks [R, M] uint8 leave out: token i stays where bit i % 8, the lowest
+        first, of byte i // 8 is set (32 ids in a little-endian word)."""
+        ...
+
     def sample(
         self,
         logits: Array,
@@ -93,12 +99,15 @@ class SamplingKernels(Protocol):
         top_p: Array,
         seeds: Array,
         positions: Array,
+        show: Array,
         out: Array,
     ) -> None:
         """out[R] int32 = token ids, or -1 where the largest logit is infinite.
 
         temperature [R] float32 (0: greedy), min_p_floor [R] float32 (the least scaled logit that
-        stays), top_k [R] int32 (0: off), top_p [R] float64, seeds [R] uint64, positions [R] int64.
+        stays), top_k [R] int32 (0: off), top_p [R] float64, seeds [R] uint64, positions [R] int64,
+        show [R] uint8: where set, a row with a temperature becomes what was drawn from: scaled
+        logits, -inf where they were dropped.
         """
         ...
 
@@ -149,7 +158,7 @@ class Kernels(Protocol):
     """None: the sampler's own numpy is all there is."""
 
     stored_kinds: frozenset[str]
-    """Formats of model files (Q8_0, Q4_1, ...) that pack_stored keeps as they are; may be empty."""
+    """Formats of model files (Q8_0, Q4_1, ...) that pack_stored takes; may be empty."""
 
     def describe(self) -> dict[str, str]:
         """What runs, for the start-up report: isa level, threads, dtype."""
@@ -172,11 +181,21 @@ class Kernels(Protocol):
         ...
 
     def pack_stored(self, parts: Sequence[StoredRows], in_features: int) -> Linear | None:
-        """Pack weights stacked along N in their stored formats, all in `stored_kinds`.
+        """Pack weights stacked along N in their stored formats, all in `stored_kinds`: kept in
+        them, or brought into the form that pack_linear gives.
 
         Products equal those of the same weights dequantised and given to pack_linear. None where
         the parts can't be put together: the caller dequantises then.
         """
+        ...
+
+    def open_packed(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
+        """Within it, pack_once takes what an earlier start packed of this checkpoint, and what it
+        packs now is kept for the next, where the backend has such a cache. A failure keeps none."""
+        ...
+
+    def pack_once(self, key: str, pack: Callable[[], Linear]) -> Linear:
+        """pack(), or an equal, to the bit, of what it gave for this key at an earlier start."""
         ...
 
     def pack_vector(self, weight: Array) -> Array:
@@ -280,10 +299,22 @@ def load_backend(
     isa: str | None = None,
     dtype: str = "auto",
     quantization: str | None = None,
+    packed_cache: str = "off",
+    huge_pages: bool = True,
 ) -> Kernels:
-    """Import one backend and make its op table; nothing else is imported. Raises ConfigError."""
+    """Import one backend and make its op table; nothing else is imported. Raises ConfigError.
+
+    packed_cache, huge_pages: as the settings of these names; a backend may have no use for them.
+    """
     if name not in BACKENDS:
         raise ConfigError("backend", name, f"one of {', '.join(sorted(BACKENDS))}")
     module = import_module(BACKENDS[name], __package__)
     make_kernels: Callable[..., Kernels] = module.make_kernels
-    return make_kernels(threads=threads, isa=isa, dtype=dtype, quantization=quantization)
+    return make_kernels(
+        threads=threads,
+        isa=isa,
+        dtype=dtype,
+        quantization=quantization,
+        packed_cache=packed_cache,
+        huge_pages=huge_pages,
+    )

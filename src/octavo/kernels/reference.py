@@ -11,12 +11,13 @@ done for one row at a time, in an order that the row alone decides. It is slow o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from ..checkpoint import StoredRows
+from ..checkpoint import Checkpoint, StoredRows
 from ..errors import ConfigError
 from .api import Array, Forward, KVCache, Linear, StepBatch
 from .arena import NumpyArena
@@ -103,6 +104,12 @@ class ReferenceKernels:
 
     def pack_stored(self, parts: Sequence[StoredRows], in_features: int) -> None:
         return None
+
+    def open_packed(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pack_once(self, key: str, pack: Callable[[], Linear]) -> Linear:
+        return pack()
 
     def pack_vector(self, weight: Array) -> Array:
         return np.ascontiguousarray(weight, dtype=np.float32)
@@ -309,8 +316,13 @@ def make_kernels(
     isa: str | None = None,
     dtype: str = "auto",
     quantization: str | None = None,
+    packed_cache: str = "off",
+    huge_pages: bool = True,
 ) -> ReferenceKernels:
-    """The reference op table. Raises ConfigError for what it can't honour."""
+    """The reference op table. Raises ConfigError for what it can't honour.
+
+    packed_cache, huge_pages: nothing is packed here, and numpy asks for its own pages.
+    """
     if threads not in (None, 1):
         raise ConfigError(
             "threads", threads, "1 or unset with the reference backend: it computes in one thread"

@@ -14,14 +14,12 @@ from ..kernels.api import Array, Kernels, Linear
 class WeightLoader:
     """Reads tensors one at a time and packs each for its backend.
 
-    At no time is more than one weight alive unpacked, so peak memory stays near the final; all are
-    decoded into the same scratch memory, since fresh pages would cost as much as the decoding.
+    At no time is more than one weight alive unpacked, so peak memory stays near the final.
     """
 
     def __init__(self, weights: Weights, kernels: Kernels) -> None:
         self._weights = weights
         self._kernels = kernels
-        self._scratch = np.empty(0, np.float32)
         self.nbytes = 0
         """Bytes of the packed weights so far."""
 
@@ -31,14 +29,15 @@ class WeightLoader:
         `parts` are (tensor name, out_features). Fusing q, k, v or gate, up like this makes one
         wide product of several (R38, R57).
         """
-        packed = self._stored(parts, in_features) or self._dequantised(parts, in_features)
+        packed = self._kernels.pack_once(
+            f"{parts} x {in_features}",
+            lambda: self._stored(parts, in_features) or self._dequantised(parts, in_features),
+        )
         self.nbytes += packed.nbytes
         return packed
 
     def _stored(self, parts: tuple[tuple[str, int], ...], in_features: int) -> Linear | None:
-        """As the file holds it, where the backend computes from all these formats."""
-        if not self._kernels.stored_kinds:
-            return None
+        """From what the file holds, where the backend takes all these formats."""
         found = []
         for name, rows in parts:
             self._check(name, (rows, in_features))
@@ -50,9 +49,7 @@ class WeightLoader:
 
     def _dequantised(self, parts: tuple[tuple[str, int], ...], in_features: int) -> Linear:
         out_features = sum(rows for _, rows in parts)
-        if self._scratch.size < out_features * in_features:
-            self._scratch = np.empty(out_features * in_features, np.float32)
-        stacked = self._scratch[: out_features * in_features].reshape(-1, in_features)
+        stacked = np.empty((out_features, in_features), np.float32)
         row = 0
         for name, rows in parts:
             self._load(name, stacked[row : row + rows])

@@ -6,33 +6,37 @@ engine refuses them at the door, and here they must not reach another row's memo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..kernels.api import Array
 from .state import RowState
 
 
-def apply_constraints(logits: Array, state: RowState) -> bool:
-    """Grammar, allow-list, block-list, logit_bias. Returns whether any of them applied."""
-    applied = False
+def keep_masked(logits: Array, mask: bytes) -> None:
+    """Bar every token whose bit is not set: bit i % 8, the lowest first, of byte i // 8."""
+    packed = np.frombuffer(mask, np.uint8)
+    allowed = np.unpackbits(packed, count=logits.size, bitorder="little").view(np.bool_)
+    np.copyto(logits, -np.inf, where=~allowed)
+
+
+def apply_constraints(
+    logits: Array, state: RowState, keep_masked: Callable[[Array, bytes], None] = keep_masked
+) -> None:
+    """Grammar (its mask by keep_masked), allow-list, block-list, logit_bias."""
     if state.params.grammar is not None:
         mask, state.mask = state.mask, None
         assert mask is not None, "a request with a grammar came without a mask for this step"
         keep_masked(logits, mask)
-        applied = True
     if state.allowed_ids is not None:
         keep_only(logits, state.allowed_ids)
-        applied = True
     if state.ending_ids.size and state.num_output_tokens < state.params.min_tokens:
         block(logits, state.ending_ids)
-        applied = True
     if state.bad_words is not None:
         block(logits, state.bad_words.barred_ids())
-        applied = True
     if state.bias_ids.size:
         add_bias(logits, state.bias_ids, state.bias_values)
-        applied = True
-    return applied
 
 
 def keep_only(logits: Array, token_ids: Array) -> None:
@@ -41,13 +45,6 @@ def keep_only(logits: Array, token_ids: Array) -> None:
     kept = logits[token_ids]
     logits.fill(-np.inf)
     logits[token_ids] = kept
-
-
-def keep_masked(logits: Array, mask: bytes) -> None:
-    """Bar every token whose bit is not set: bit i % 8, the lowest first, of byte i // 8."""
-    packed = np.frombuffer(mask, np.uint8)
-    allowed = np.unpackbits(packed, count=logits.size, bitorder="little").view(np.bool_)
-    np.copyto(logits, -np.inf, where=~allowed)
 
 
 def block(logits: Array, token_ids: Array) -> None:

@@ -12,13 +12,23 @@ import numpy as np
 
 from ..kernels.api import Array, SamplingKernels
 from ..messages import RowFault, SampledToken, TokenLogprobs
-from .constraints import apply_constraints
-from .penalties import apply_penalties
+from ..sampling_params import SamplingParams
 from .sampler import Sampler, guarded
 from .state import RowState
 from .truncation import min_p_floor
 
 _NOTHING: Array = np.empty(0, np.float32)
+
+
+def _wants(params: SamplingParams, mode: str) -> bool:
+    return params.logprobs is not None and params.logprobs_mode == mode
+
+
+def _temperature(state: RowState) -> float:
+    """What the kernels divide by: rows that plug-ins truncate were scaled before (_change)."""
+    if state.params.greedy:
+        return 0.0
+    return 1.0 if state.truncates else state.params.temperature
 
 
 def make_sampler(vocab_size: int, kernels: SamplingKernels | None) -> Sampler:
@@ -32,19 +42,17 @@ class NativeSampler(Sampler):
     def __init__(self, vocab_size: int, kernels: SamplingKernels) -> None:
         super().__init__(vocab_size)
         self._kernels = kernels
+        self._keep_masked = self._mask
 
     def sample(self, logits: Array, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:
         """One result for each of rows [S], in order. logits [S, V] float32 may be overwritten."""
         results: dict[int, SampledToken | RowFault] = {}
         changed: dict[int, Array] = {}
-        """Rows that were changed; the logits before, if their logprobs are wanted."""
+        """Rows that were changed; the logits before, if their raw logprobs are wanted."""
         with np.errstate(all="ignore"):
             for i, state in enumerate(rows):
-                processed = state.params.logprobs_mode == "processed"
-                if (processed and state.params.logprobs is not None) or state.processors:
-                    results[i] = guarded(self._sample_row, logits[i], state)
-                elif state.changes_logits:
-                    before = logits[i].copy() if state.params.logprobs is not None else _NOTHING
+                if state.changes_logits:
+                    before = logits[i].copy() if _wants(state.params, "raw") else _NOTHING
                     outcome = guarded(self._change, logits[i], state)
                     if outcome is None:
                         changed[i] = before
@@ -55,7 +63,7 @@ class NativeSampler(Sampler):
             for i in [i for i, token_id in drawn.items() if token_id < 0]:
                 del drawn[i]
                 results[i] = self._left_over(logits[i], rows[i], changed.get(i))
-        found = self._raw_logprobs(logits, drawn, rows, changed)
+        found = self._found_logprobs(logits, drawn, rows, changed)
         for i, token_id in drawn.items():
             results[i] = SampledToken(rows[i].row, token_id, found.get(i))
         return [results[i] for i in range(len(rows))]
@@ -64,9 +72,15 @@ class NativeSampler(Sampler):
         """Step 2 on one row [V] in place; the whole of the sampling where an infinity leads it."""
         if not math.isfinite(np.max(logits)):
             return self._sample_row(logits, state)
-        apply_constraints(logits, state)
-        apply_penalties(logits, state)
+        self._prepare(logits, state)
+        best = int(logits.argmax())
+        if not state.params.greedy and state.truncates and logits[best] > -np.inf:
+            np.copyto(logits, self._scale(logits, best, state)[0])
         return None
+
+    def _mask(self, logits: Array, mask: bytes) -> None:
+        packed = np.frombuffer(mask, np.uint8)
+        self._kernels.mask(logits[None], np.zeros(1, np.int32), packed[None])
 
     def score(
         self, logits: Array, token_ids: Sequence[int], num_tops: Sequence[int]
@@ -100,28 +114,30 @@ class NativeSampler(Sampler):
         self._kernels.sample(
             logits,
             np.array(taken, np.int32),
-            np.array([0 if p.greedy else p.temperature for p in params], np.float32),
+            np.array([_temperature(state) for state in states], np.float32),
             np.array(floors, np.float32),
             np.array([min(max(p.top_k, 0), self.vocab_size) for p in params], np.int32),
             np.array([p.top_p for p in params], np.float64),
             np.array([state.seed for state in states], np.uint64),
             np.array([state.position for state in states], np.int64),
+            np.array([_wants(p, "processed") for p in params], np.uint8),
             out,
         )
         token_ids: list[int] = out.tolist()
         return token_ids
 
-    def _raw_logprobs(
+    def _found_logprobs(
         self,
         logits: Array,
         drawn: dict[int, int],
         rows: Sequence[RowState],
         changed: dict[int, Array],
     ) -> dict[int, TokenLogprobs | None]:
-        """Of the drawn tokens of rows that ask, by row; of changed rows, as they were before."""
+        """Of the drawn tokens of rows that ask, by row: of their logits as they are now, or raw
+        ones of changed rows, as they were before."""
         asking = [i for i in drawn if rows[i].params.logprobs is not None]
-        plain = [i for i in asking if i not in changed]
-        copies = [i for i in asking if i in changed]
+        copies = [i for i in asking if changed.get(i, _NOTHING).size]
+        plain = [i for i in asking if i not in copies]
         found: dict[int, TokenLogprobs | None] = {}
         for group, source, where in (
             (plain, logits, plain),

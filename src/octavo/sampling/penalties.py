@@ -12,8 +12,8 @@ from ..kernels.api import Array
 from .state import RowState
 
 
-def apply_penalties(logits: Array, state: RowState) -> bool:
-    """Repetition, then frequency, then presence. Returns whether any of them applied."""
+def apply_penalties(logits: Array, state: RowState) -> None:
+    """Repetition, then frequency, then presence."""
     params = state.params
     if state.seen_counts is not None:
         penalise_repetition(logits, state.seen_counts.ids, params.repetition_penalty)
@@ -25,7 +25,6 @@ def apply_penalties(logits: Array, state: RowState) -> bool:
             logits[ids] -= counts.counts[inside] * np.float32(params.frequency_penalty)
         if params.presence_penalty:
             logits[ids] -= np.float32(params.presence_penalty)
-    return state.seen_counts is not None or counts is not None
 
 
 def penalise_repetition(logits: Array, token_ids: Array, penalty: float) -> None:

@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from ..errors import RequestError
 from ..kernels.api import Array
 from ..messages import RowFault, SampledToken, TokenLogprobs
-from .constraints import apply_constraints
+from .constraints import apply_constraints, keep_masked
 from .logprobs import RowLogprobs
 from .noise import exponential, hash_tokens, random_bits, token_counters
 from .penalties import apply_penalties
@@ -26,7 +27,7 @@ _SLACK = 1 + 2.0**-12
 
 
 class NothingToSample(Exception):
-    """No token of the row is possible; the text is for the user."""
+    """The model, or a plug-in, leaves no token possible; the text is for the user."""
 
 
 class Sampler:
@@ -60,6 +61,7 @@ class Sampler:
         self._weights = np.empty(vocab_size, np.float32)
         self._bits = np.empty(vocab_size, np.uint64)
         self._scratch = np.empty(vocab_size, np.uint64)
+        self._keep_masked: Callable[[Array, bytes], None] = keep_masked
 
     def sample(self, logits: Array, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:
         """One result for each of rows [S], in order. logits [S, V] float32 may be overwritten."""
@@ -80,17 +82,21 @@ class Sampler:
         raw: RowLogprobs | None = None
         if params.logprobs is not None and params.logprobs_mode == "raw":
             raw = self._logprobs(logits.copy() if state.changes_logits else logits)
-        apply_constraints(logits, state)
+        self._prepare(logits, state)
+        return self._choose(logits, state, raw)
+
+    def _prepare(self, logits: Array, state: RowState) -> None:
+        """Step 2 on one row [V] in place."""
+        apply_constraints(logits, state, self._keep_masked)
         _apply_processors("logits", logits, state)
         apply_penalties(logits, state)
-        return self._choose(logits, state, raw)
 
     def _choose(self, logits: Array, state: RowState, logprobs: RowLogprobs | None) -> SampledToken:
         """Steps 3 to 9 on one row, logits [V], whose raw logprobs were taken if they are wanted."""
         params = state.params
         best = int(logits.argmax())
         if logits[best] == -np.inf:
-            raise NothingToSample(
+            raise RequestError(
                 "no token is left to sample: grammar, allowed_token_ids, min_tokens, stop ids, "
                 "bad_words and logit_bias together bar them all"
             )
@@ -122,33 +128,34 @@ class Sampler:
 
     def _draw(self, logits: Array, best: int, state: RowState) -> tuple[int, Array | None]:
         """Steps 4 to 8, and the ids that truncation left. `best` is the argmax of logits."""
-        scaled = self._scale(logits, best, state.params.temperature)
-        if state.processors:
-            _apply_processors("truncation", scaled, state)
-            best = int(scaled.argmax())
-            if scaled[best] != 0:  # what follows wants the best one at 0 again
-                scaled -= scaled[best]
+        scaled, best = self._scale(logits, best, state)
         ids = truncate(scaled, state.params)
         if ids is None:
             return self._draw_from_all(scaled, best, state), None
         bits = random_bits(state.seed, state.position, ids)
         return _argmax_of_ratio(scaled, ids, bits), ids
 
-    def _scale(self, logits: Array, best: int, temperature: float) -> Array:
-        """scaled[V] = (logits - max) / temperature: never above 0, so it can't overflow.
+    def _scale(self, logits: Array, best: int, state: RowState) -> tuple[Array, int]:
+        """Step 4: scaled[V] = (logits - max) / temperature, after plug-ins, and its argmax.
 
-        A softmax does not see the shift. Infinite logits share everything, as in its limit.
+        Never above 0, so it can't overflow; a softmax does not see the shift. Infinite logits
+        share everything, as in its limit.
         """
-        scaled = self._scaled
+        scaled, temperature = self._scaled, state.params.temperature
         highest = logits[best]
         if highest == np.inf:
             scaled.fill(-np.inf)
             scaled[logits == np.inf] = 0
-            return scaled
-        np.subtract(logits, highest, out=scaled)
-        if temperature != 1:
-            np.divide(scaled, np.float32(temperature), out=scaled)
-        return scaled
+        else:
+            np.subtract(logits, highest, out=scaled)
+            if temperature != 1:
+                np.divide(scaled, np.float32(temperature), out=scaled)
+        if state.truncates:
+            _apply_processors("truncation", scaled, state)
+            best = int(scaled.argmax())
+            if scaled[best] != 0:  # what follows wants the best one at 0 again
+                scaled -= scaled[best]
+        return scaled, best
 
     def _draw_from_all(self, scaled: Array, best: int, state: RowState) -> int:
         """Step 8 over the whole vocabulary, without a logarithm for each token.
@@ -182,6 +189,8 @@ def guarded(
         return sample(logits, state)
     except NothingToSample as error:
         return RowFault(state.row, str(error))
+    except RequestError as error:
+        return RowFault(state.row, str(error), refused=True)
     except Exception as error:
         logger.exception("sampling failed for request %d", state.request_id)
         return RowFault(state.row, f"sampling failed: {type(error).__name__}: {error}")

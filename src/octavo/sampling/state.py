@@ -92,7 +92,7 @@ class RowState:
         """End-of-sequence and stop ids: barred before min_tokens."""
         self.allowed_ids: Array | None = None
         if params.allowed_token_ids is not None:
-            self.allowed_ids = token_array(params.allowed_token_ids)
+            self.allowed_ids = token_array(set(params.allowed_token_ids))
         self.bad_words: BadWords | None = None
         if params.bad_words_token_ids:
             output = start.token_ids[start.num_prompt_tokens :]
@@ -116,11 +116,6 @@ class RowState:
         """Tokens of the output: what presence and frequency penalties look at."""
         if params.presence_penalty or params.frequency_penalty:
             self.output_counts = TokenCounts(start.token_ids[start.num_prompt_tokens :])
-
-    @classmethod
-    def from_new_request(cls, start: NewRequest) -> RowState:
-        """The state of a request that starts, or resumes with what it had generated."""
-        return cls(start)
 
     def append(self, token_id: int) -> None:
         """Take note of a token that became part of the output (R84)."""
@@ -147,6 +142,11 @@ class RowState:
             or bool(self.bias_ids.size)
             or bool(self.ending_ids.size and self.num_output_tokens < self.params.min_tokens)
         )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether plug-ins truncate."""
+        return any(processor.stage == "truncation" for processor in self.processors)
 
     @property
     def position(self) -> int:

@@ -37,6 +37,8 @@ class GenerateRequest:
     model: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that the client set, under their names there."""
+    form_field: str = ""
+    """What asks for a form, if anything does: named where its grammar can't be compiled."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -118,9 +120,8 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     _chat_logprobs(fields, sampling)
     tools = parse_tools(fields)
     if tools is not None:
-        if "grammar" in sampling:
-            raise RequestError("tools together with another form are not supported", param="tools")
-        sampling["grammar"] = tools.grammar()
+        sampling["grammar"] = tools.grammar(sampling["grammar"])
+        shared["form_field"] = "tools"
     for name in ("add_special_tokens", "echo"):
         if fields.flag(name):
             raise not_yet(name)
@@ -168,9 +169,7 @@ def _shared(fields: Fields) -> dict[str, Any]:
     bias = fields.mapping("logit_bias")
     if bias:
         sampling["logit_bias"] = _logit_bias(bias)
-    grammar = parse_structured(fields)
-    if grammar is not None:
-        sampling["grammar"] = grammar
+    form_field, sampling["grammar"] = parse_structured(fields) or ("", None)
     stream = fields.flag("stream")
     prompt_logprobs = fields.integer("prompt_logprobs")
     if prompt_logprobs is not None and stream:
@@ -182,11 +181,12 @@ def _shared(fields: Fields) -> dict[str, Any]:
     return {
         "model": fields.string("model"),
         "sampling": sampling,
+        "form_field": form_field,
         "stream": stream,
         "include_usage": options.flag("include_usage"),
         "continuous_usage": options.flag("continuous_usage_stats"),
         "priority": fields.integer("priority") or 0,
-        "user": str(fields.take("user") or ""),
+        "user": fields.string("user") or "",
         "cache_salt": _cache_salt(fields.string("cache_salt")),
         "truncate_prompt_tokens": _truncation(fields.integer("truncate_prompt_tokens")),
         "truncate_left": _truncation_side(fields.string("truncation_side")),

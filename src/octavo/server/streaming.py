@@ -177,7 +177,8 @@ class ResponseBuilder:
     def choice(self, prompt: int, event: StreamEvent) -> dict[str, Any]:
         """The choice of the chunk for one event. Raises ApiError if the event is an error."""
         if event.refused:
-            raise RequestError(event.error or "the request was refused")
+            text = event.error or "the request was refused"
+            raise RequestError(text, param=self.request.form_field or None)
         if event.finish_reason == "error":
             raise ended_by(event.error)
         if event.finish_reason == "timeout" and not any(state.started for state in self.states):

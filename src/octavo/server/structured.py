@@ -9,16 +9,18 @@ import msgspec
 
 from ..errors import RequestError
 from ..grammar_spec import BOUNDED_WHITESPACE, GrammarSpec
-from .fields import Fields, not_yet
+from ..structural_tag import structural_tag
+from .fields import Fields
 
 logger = logging.getLogger("octavo.server")
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 ALIASES = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 
 
-def parse_structured(fields: Fields) -> GrammarSpec | None:
-    """The grammar that a request asks for. Raises RequestError for a bad one, and for two."""
+def parse_structured(fields: Fields) -> tuple[str, GrammarSpec] | None:
+    """The grammar that a request asks for, and the field that does. Raises RequestError for a bad
+    one, and for two."""
     found: dict[str, GrammarSpec] = {}
     if (spec := _response_format(fields.mapping("response_format"))) is not None:
         found["response_format"] = spec
@@ -33,7 +35,7 @@ def parse_structured(fields: Fields) -> GrammarSpec | None:
     if len(found) > 1:
         names = " and ".join(found)
         raise RequestError(f"{names} exclude each other: send one", param=list(found)[1])
-    return next(iter(found.values()), None)
+    return next(iter(found.items()), None)
 
 
 def _response_format(given: dict[str, Any]) -> GrammarSpec | None:
@@ -51,8 +53,8 @@ def _response_format(given: dict[str, Any]) -> GrammarSpec | None:
             raise RequestError(text, param="response_format")
         return _grammar("json", schema, "response_format")
     if kind == "structural_tag":
-        raise not_yet("response_format")
-    text = "response_format.type must be text, json_object or json_schema"
+        return _grammar("structural_tag", given, "response_format")
+    text = "response_format.type must be text, json_object, json_schema or structural_tag"
     raise RequestError(text, param="response_format")
 
 
@@ -84,13 +86,17 @@ def _spec(kind: str, value: Any, whitespace: str) -> GrammarSpec:
         if value is not True:
             raise RequestError("json_object must be true")
         return GrammarSpec.json({"type": "object"}, whitespace)
-    if kind == "json":
+    if kind in ("json", "structural_tag"):
         if isinstance(value, str):
             try:
                 value = msgspec.json.decode(value)
             except (msgspec.DecodeError, RecursionError) as error:
-                raise RequestError(f"the schema is not JSON: {error}") from None
-        return GrammarSpec.json(value, whitespace)
+                raise RequestError(f"the {kind} is not JSON: {error}") from None
+        if kind == "json":
+            return GrammarSpec.json(value, whitespace)
+        if not isinstance(value, dict):
+            raise RequestError("a structural_tag must be an object")
+        return structural_tag(value)
     if kind == "choice":
         if not isinstance(value, list):
             raise RequestError("a choice needs a list of non-empty strings")

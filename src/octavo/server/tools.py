@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..errors import RequestError
 from ..grammar_spec import GrammarSpec
-from .fields import Fields, asks_for_nothing, not_yet
+from ..structural_tag import compact_schema
+from .fields import Fields, asks_for_nothing
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HEAD = '\n{"name": "'
@@ -55,13 +57,18 @@ class Tools(NamedTuple):
 
     parallel: bool
 
-    def grammar(self) -> GrammarSpec:
-        """What the answer must look like. Raises RequestError for schemas that are too large."""
+    def grammar(self, form: GrammarSpec | None = None) -> GrammarSpec:
+        """What the answer must look like; `form` is that of an answer without a call, where the
+        model may choose. Raises RequestError for schemas that are too large."""
+        calls = self._calls(free=self.choice == "auto" and form is None)
+        return replace(calls, instead=form) if self.choice == "auto" else calls
+
+    def _calls(self, *, free: bool) -> GrammarSpec:
         bodies = []
         for i, function in enumerate(self.callable):
             start = json.dumps(function["name"] + MIDDLE)
-            bodies.append(f"f{i}: {start} %json {json.dumps(_compact(function))}")
-        free = self.choice == "auto"
+            schema = compact_schema({**function["parameters"], "type": "object"})
+            bodies.append(f"f{i}: {start} {schema}")
         many = self.parallel and self.choice != "named"
         lines = [
             "%llguidance {}",
@@ -82,11 +89,6 @@ def _start(*, free: bool, many: bool) -> str:
     return f'start: call ("\\n" call){{0,{MAX_CALLS - 1}}}' if many else "start: call"
 
 
-def _compact(function: dict[str, Any]) -> dict[str, Any]:
-    options = {"whitespace_flexible": False, "lenient": False}
-    return {**function["parameters"], "type": "object", "x-guidance": options}
-
-
 def parse_tools(fields: Fields) -> Tools | None:
     """What a chat offers; None if nothing may be called. Raises RequestError."""
     tools, choice = fields.take("tools"), fields.take("tool_choice")
@@ -96,6 +98,9 @@ def parse_tools(fields: Fields) -> Tools | None:
     functions = _functions(tools)
     if choice in (None, "auto", "required"):
         return Tools(tools, choice or "auto", functions, parallel)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        mode, allowed = _allowed(choice.get("allowed_tools"), functions)
+        return Tools(tools, mode, allowed, parallel)
     return Tools(tools, "named", [_named(choice, functions)], parallel)
 
 
@@ -124,6 +129,9 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _bad(f"{where}.function.name must be 1 to 64 letters, digits, _, - and dots")
     assert isinstance(function, dict)
+    for key, kind, wanted in (("strict", bool, "true or false"), ("description", str, "a string")):
+        if not isinstance(function.get(key), kind | None):
+            raise _bad(f"{where}.function.{key} must be {wanted}")
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"properties": {}, "additionalProperties": False}
@@ -136,14 +144,23 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
     return {"name": name, "parameters": parameters}
 
 
+def _allowed(given: Any, functions: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """(auto or required, the functions that may be called) of OpenAI's allowed_tools."""
+    mode = given.get("mode") if isinstance(given, dict) else None
+    names = given.get("tools") if isinstance(given, dict) else None
+    if mode not in ("auto", "required") or not isinstance(names, list) or not names:
+        text = "tool_choice.allowed_tools needs a mode, auto or required, and a list of tools"
+        raise _bad(text, "tool_choice")
+    allowed = [_named(name, functions) for name in names]
+    return mode, [function for function in functions if function in allowed]
+
+
 def _named(choice: Any, functions: list[dict[str, Any]]) -> dict[str, Any]:
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "allowed_tools":
-        raise not_yet("tool_choice")
     wanted = choice.get("function") if isinstance(choice, dict) else None
     name = wanted.get("name") if isinstance(wanted, dict) else None
     if kind != "function" or not isinstance(name, str):
-        text = "tool_choice must be none, auto, required, or name a function"
+        text = "tool_choice must be none, auto, required, allowed_tools, or name a function"
         raise _bad(text, "tool_choice")
     for function in functions:
         if function["name"] == name:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..core.event_log import Reason
+from ..messages import ModelCosts, Moved, Timing
 from ..request import Status
 from .timeline import Stage, tokens
 
@@ -102,6 +103,70 @@ def preempt_500_10_50() -> Stage:
     return stage
 
 
+LLAMA_8B = ModelCosts(
+    block_nbytes=16 * 32 * 2 * 8 * 128 * 2,
+    flops_per_token=2 * 8_030_000_000,
+    bytes_per_us=(25_000.0, 1_000.0),
+    flops_per_us=312_000_000.0 / 2,
+)
+"""Llama-3-8B in bfloat16 on a device of 312 TFLOP/s, half of which a prefill gets, over PCIe."""
+
+
+def swap_vs_recompute() -> Stage:
+    """R98-R102: move the K/V out and in again, or compute them again? By length, then by cost."""
+    stage = Stage(preemption_mode="threshold", num_slots=(64, 0), costs=LLAMA_8B)
+    stage.say("threshold: below 128 tokens it is computed again, else swapped")
+    for name, length in (("A", 127), ("B", 128)):
+        request = stage.add(name, length, 20)
+        stage.step()
+        stage.scheduler.preempt(request.request_id)
+        num_kept = 0 if request.swapped is None else request.swapped.num_tokens
+        stage.expect(f"tokens of {name} in the tier", num_kept, {"A": 0, "B": 128}[name])
+        stage.run()
+    stage.say(
+        "auto, by the book: 512 tokens are 64 MiB, 25 GB/s each way; or 8.2 TFLOP of a prefill"
+    )
+    auto = Stage(
+        preemption_mode="auto",
+        num_slots=(64, 0),
+        costs=LLAMA_8B,
+        max_num_batched_tokens=258,
+        enable_prefix_caching=False,
+    )
+    auto.lines = stage.lines
+    auto.failures = stage.failures
+    auto.add("C", 8, 40)
+    auto.add("D", 8, 40)
+    auto.step()
+    request = auto.add("E", 511, 40)
+    while request.num_computed_tokens < 512:
+        auto.step()
+    auto.scheduler.preempt(request.request_id)
+    estimates = [e.detail for e in auto.scheduler.event_log if e.reason is Reason.ESTIMATED]
+    auto.expect("us to swap, us to recompute", estimates[-1], (5369, 52710))
+    auto.expect("E is swapped", request.swapped is not None, True)
+    part = auto.step()
+    auto.expect("E goes on without recomputing", part["E"], (512, 513))
+    auto.expect("tokens computed twice", auto.scheduler.stats().recomputed_tokens, 0)
+    auto.say("measured: others are on the bus, too, and a block takes 2 ms each way")
+    moved = (Moved("store", 0, 1, 2000), Moved("load", 0, 1, 2000))
+    auto.timing = Timing(256, 256 * 103, moved)
+    auto.run(until=len(auto.steps) + 30)
+    auto.timing = None
+    auto.scheduler.preempt(request.request_id)
+    estimates = [e.detail for e in auto.scheduler.event_log if e.reason is Reason.ESTIMATED]
+    auto.expect("us to swap, us to recompute", estimates[-1], (135_953, 543 * 103))
+    auto.expect("E is swapped", request.swapped is not None, False)
+    first = len(auto.steps)
+    auto.run(until=first + 3)
+    chunks = [part.get("E") for part in auto.steps[first:]]
+    auto.expect("E is computed again in chunks", chunks, [(0, 256), (256, 512), (512, 544)])
+    beside = {"".join(sorted(set(part) - {"E"})) for part in auto.steps[first:]}
+    auto.expect("beside them the others go on in every step", beside, {"CD"})
+    auto.run()
+    return auto
+
+
 def radix_abc() -> Stage:
     """R113: three prompts share six blocks; each adds one of its own."""
     stage = Stage(block_size=4)
@@ -174,6 +239,9 @@ SCENARIOS = {
     "chunked-1000": Scenario("a long prompt in chunks beside two decodes", chunked_1000),
     "priority-vip": Scenario("the important one first", priority_vip),
     "preempt-500-10-50": Scenario("who yields to a more important request", preempt_500_10_50),
+    "swap-vs-recompute": Scenario(
+        "what a preempted request costs, moved or computed again", swap_vs_recompute
+    ),
     "radix-abc": Scenario("three prompts with a shared beginning, as a tree", radix_abc),
     "slot-137": Scenario("from a position to its slot, by the block table", slot_137),
     "no-admission-after-preemption": Scenario(

@@ -8,7 +8,14 @@ from dataclasses import fields
 from ..config import CacheConfig, SchedulerConfig
 from ..core.event_log import Event, Reason
 from ..core.scheduler import Scheduler
-from ..messages import SampledToken, SchedulerOutput, StepResult
+from ..messages import (
+    SMALL_MODEL,
+    ModelCosts,
+    SampledToken,
+    SchedulerOutput,
+    StepResult,
+    Timing,
+)
 from ..request import Request
 from ..sampling_params import SamplingParams
 
@@ -32,6 +39,8 @@ class Stage:
         *,
         num_blocks: int = 256,
         max_model_len: int = 100_000,
+        num_slots: tuple[int, int] = (0, 0),
+        costs: ModelCosts = SMALL_MODEL,
         audit: bool = True,
         **settings: object,
     ) -> None:
@@ -43,8 +52,12 @@ class Stage:
             CacheConfig(**cache),  # type: ignore[arg-type]
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            num_slots=num_slots,
+            costs=costs,
         )
         self.audit = audit
+        self.timing: Timing | None = None
+        """What the following steps take, as far as the scheduler is told."""
         self.requests: dict[str, Request] = {}
         self.steps: list[dict[str, tuple[int, int]]] = []
         """By step: who computed positions [first, second)."""
@@ -88,7 +101,7 @@ class Stage:
         }
         held = {name: len(self.requests[name].block_ids) for name in part}
         self.steps.append(part)
-        scheduler.update_from_output(plan, answer(plan))
+        scheduler.update_from_output(plan, answer(plan)._replace(timing=self.timing))
         if self.audit:
             scheduler.audit()
         self._tell(plan, held)
@@ -167,7 +180,15 @@ class Stage:
             case Reason.PREEMPTED:
                 needy = self._names[int(detail[1])]
                 whom = "its own need can't be met" if needy == name else f"{needy} needs its blocks"
-                return f"{name} yields, {detail[0]} computed tokens are dropped: {whom}"
+                always = self.scheduler.config.preemption_mode == "recompute"
+                what = "are dropped" if always else "are kept or dropped"
+                return f"{name} yields, {detail[0]} computed tokens {what}: {whom}"
+            case Reason.ESTIMATED:
+                return f"{name}: out and in again {detail[0]} us, to compute again {detail[1]} us"
+            case Reason.SWAPPED:
+                return f"{name}: {detail[0]} blocks are swapped out"
+            case Reason.LOADED:
+                return f"{name}: {detail[0]} blocks are swapped in"
             case Reason.PREFIX_HIT:
                 return f"{name} finds {detail[0]} tokens in the prefix cache"
             case Reason.EVICTED:

@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import CacheConfig, SchedulerConfig
 from ..core.scheduler import Scheduler
 from ..errors import OctavoError
-from ..messages import KeptRun, RowFault, SchedulerOutput, StepResult, Timing
+from ..messages import (
+    KeptRun,
+    ModelCosts,
+    PromptLogprobs,
+    RowFault,
+    SchedulerOutput,
+    StepResult,
+    Timing,
+    TokenLogprobs,
+)
 from ..request import Request
 from ..sampling_params import SamplingParams
-from .record import FORMAT, as_tuples, plan_record, sampled_tokens
+from .record import (
+    ENDS_AS_EOS,
+    ENDS_AS_STOP,
+    FORMAT,
+    as_tuples,
+    plan_record,
+    sampled_tokens,
+)
+
+MAX_SIZE = 1 << 24
+"""Of anything counted in the first line: beyond that it is damaged, and would only fill memory."""
+
+NO_SCORE = TokenLogprobs(0.0, 1, ())
+"""The scheduler counts the scores of a prompt, and never looks at one."""
 
 
 class ReplayError(OctavoError):
@@ -52,7 +75,7 @@ def replay(lines: Iterable[str]) -> Outcome:
                 player = Player([kind, *parts])
                 continue
             difference = player.play(kind, *parts)
-        except (ValueError, TypeError, KeyError, OctavoError) as error:
+        except Exception as error:  # a damaged line may trip over anything
             raise ReplayError(f"line {number} can't be played: {error!r}") from None
         num_requests += kind == "add"
         if difference is not None:
@@ -69,6 +92,10 @@ class Player:
         if head[:2] != ["octavo", FORMAT]:
             raise ValueError(f"this is no recording of format {FORMAT}")
         scheduler, cache, sizes = head[2:]
+        counts = (sizes["num_blocks"], *sizes["num_slots"], scheduler["max_num_seqs"])
+        if len(counts) != 4 or not all(0 <= count <= MAX_SIZE for count in counts):
+            raise ValueError(f"sizes of {counts} can't be")
+        sizes["costs"] = ModelCosts(*as_tuples(sizes["costs"]))
         self.scheduler = Scheduler(SchedulerConfig(**scheduler), CacheConfig(**cache), **sizes)
         self.num_steps = 0
         self._plans: dict[int, SchedulerOutput] = {}
@@ -85,26 +112,45 @@ class Player:
             case "finish", (request_id, reason):
                 if not self.scheduler.finish(request_id, reason):
                     return f"request {request_id} ended ({reason}) while it ran; now it is gone"
+            case "extend", (request_id, tokens):
+                for token in tokens:
+                    end_as_recorded(self._requests[request_id], *token)
+                self.scheduler.extend(request_id, [token_id for token_id, *_ in tokens])
             case "preempt", (request_id,):
                 self.scheduler.preempt(request_id)
-            case "plan", (recorded,):
+            case "plan", (recorded, *_):
                 plan = self.scheduler.schedule()
                 self.num_steps += 1
                 self._plans[plan.step] = plan
                 return next(differences(recorded, json.loads(json.dumps(plan_record(plan)))), None)
             case "kept", (runs,):
                 self.scheduler.import_prefixes([KeptRun(*as_tuples(run)) for run in runs])
-            case "result", (step, sampled, faults, *timing):
+            case "result", (step, sampled, faults, timing, scored):
+                plan = self._plans.pop(step)
+                tokens_of = {row: token for row, *token in sampled}
+                requests = self.scheduler.in_flight.get(step, ())
+                for entry, request in zip(plan.scheduled, requests, strict=False):
+                    end_as_recorded(request, *tokens_of.get(entry.row, (0,)))
                 result = StepResult(
                     step,
                     sampled_tokens(sampled),
                     tuple(RowFault(*fault) for fault in faults),
-                    timing=Timing(*as_tuples(timing[0])) if timing and timing[0] else None,
+                    tuple(PromptLogprobs(row, (NO_SCORE,) * count) for row, count in scored),
+                    Timing(*as_tuples(timing)) if timing else None,
                 )
-                self.scheduler.update_from_output(self._plans.pop(step), result)
+                self.scheduler.update_from_output(plan, result)
             case _:
                 raise ValueError(f"{kind} is no kind of line")
         return None
+
+
+def end_as_recorded(request: Request, token_id: int, flags: int = 0) -> None:
+    """A hashed token says itself whether it is one of those that end its request."""
+    if flags & ENDS_AS_EOS:
+        request.eos_token_ids = (*request.eos_token_ids, token_id)
+    if flags & ENDS_AS_STOP:
+        stop_token_ids = (*request.params.stop_token_ids, token_id)
+        request.params = replace(request.params, stop_token_ids=stop_token_ids)
 
 
 def make_request(record: dict[str, Any], leader: Request | None = None) -> Request:

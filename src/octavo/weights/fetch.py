@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
+from ..cache_folder import cache_folder
 from ..errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -51,11 +52,8 @@ class WheelModel(NamedTuple):
 
 
 def models_folder() -> Path:
-    """$OCTAVO_CACHE/models, else models in octavo under $XDG_CACHE_HOME or ~/.cache."""
-    if own := os.environ.get("OCTAVO_CACHE"):
-        return Path(own) / "models"
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "octavo" / "models"
+    """models in the cache folder ($OCTAVO_CACHE, else octavo under $XDG_CACHE_HOME or ~/.cache)."""
+    return cache_folder() / "models"
 
 
 def cached_file(model: WheelModel) -> Path | None:

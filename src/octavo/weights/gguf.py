@@ -113,17 +113,23 @@ class GGUFFile:
     def load_stored(
         self, name: str, kinds: frozenset[str], *, num_interleaved_heads: int = 0
     ) -> StoredRows | None:
-        """Tensor `name` as its blocks' bytes [rows, row_bytes], if its format is one of `kinds`."""
+        """Tensor `name` as its blocks' bytes [rows, row_bytes], if its format is one of `kinds`.
+
+        A view into the file, until release().
+        """
         self.check_readable(name)
         info = self.tensors[name]
         kind = READABLE[info.type_id].name
         if kind not in kinds:
             return None
-        raw = np.array(self._file.bytes_at(info.offset, info.num_bytes))
-        self._file.release(info.offset, info.num_bytes)
+        raw = self._file.lend(info.offset, info.num_bytes)
         if num_interleaved_heads:
             raw = _undo_row_interleave(raw, info.shape[0], num_interleaved_heads)
         return StoredRows(kind, raw.reshape(info.shape[0], -1))
+
+    def release(self) -> None:
+        """Let go of the file's pages; what is read again comes back."""
+        self._file.release_all()
 
 
 def _undo_row_interleave(

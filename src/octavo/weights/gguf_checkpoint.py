@@ -116,6 +116,9 @@ class GGUFWeights:
         heads = self._interleaved.get(name.split(".", 3)[-1], 0)
         return self._file.load_stored(self.stored_name(name), kinds, num_interleaved_heads=heads)
 
+    def release(self) -> None:
+        self._file.release()
+
     def stored_name(self, name: str) -> str:
         """The file's own name for a tensor. Raises ModelLoadError if it has none."""
         if name not in self._stored:

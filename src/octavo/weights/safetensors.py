@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checkpoint import StoredRows
 from ..errors import ModelLoadError
 from .dequantise import dequantise, flat
 from .mapped_file import MappedFile
@@ -62,6 +63,22 @@ class SafetensorsFile:
         del raw
         self._file.release(info.offset, info.num_bytes)
         return out
+
+    def load_stored(self, name: str, kinds: frozenset[str]) -> StoredRows | None:
+        """One tensor as its bytes [rows, row_bytes], if its type is one of `kinds`.
+
+        A view into the file, until release().
+        """
+        info = self.tensors[name]
+        self.check_readable(name)
+        if info.dtype not in kinds:
+            return None
+        raw = self._file.lend(info.offset, info.num_bytes)
+        return StoredRows(info.dtype, raw.reshape(info.shape[0], -1))
+
+    def release(self) -> None:
+        """Let go of the file's pages; what is read again comes back."""
+        self._file.release_all()
 
     def check_readable(self, name: str) -> None:
         """Raise ModelLoadError, naming type and tensor, if the tensor's type is not read."""

@@ -70,8 +70,11 @@ class SafetensorsWeights:
         return self._file_of(name).load(name, out=out)
 
     def load_stored(self, name: str, kinds: frozenset[str]) -> StoredRows | None:
-        self._file_of(name)
-        return None  # safetensors hold plain numbers
+        return self._file_of(name).load_stored(name, kinds)
+
+    def release(self) -> None:
+        for file in self._files.values():
+            file.release()
 
     def check_readable(self, name: str) -> None:
         """Raise ModelLoadError if a tensor is stored in a type that is not read."""

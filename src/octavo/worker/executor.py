@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..messages import KeptRun, SchedulerOutput, StepResult
+from ..messages import KeptRun, ModelCosts, SchedulerOutput, StepResult, TierUse
 
 
 class Executor(Protocol):
@@ -18,6 +18,7 @@ class Executor(Protocol):
     max_model_len: int
     """Longest request in tokens, prompt and output together."""
     vocab_size: int
+    costs: ModelCosts
 
     def submit(self, plan: SchedulerOutput) -> Any:
         """Start a step; on the CPU it computes at once. Returns a handle for collect()."""
@@ -31,8 +32,13 @@ class Executor(Protocol):
         """For the start-up report: backend, dtype, memory of weights and KV pool, ..."""
         ...
 
-    def save_prefixes(self, path: str, runs: Sequence[KeptRun]) -> None:
-        """Write cached runs to a file that replaces what was there, at once or not at all."""
+    def tier_use(self) -> TierUse | None:
+        """How full the tiers are; from any thread. None: closed."""
+        ...
+
+    def save_prefixes(self, path: str, runs: Sequence[KeptRun], go_on: Callable[[], bool]) -> None:
+        """Write cached runs to a file that replaces what was there, at once or not at all. Raises
+        OSError, and Postponed once `go_on` says no."""
         ...
 
     def load_prefixes(self, path: str) -> list[KeptRun]:

@@ -20,8 +20,9 @@ class InputBatch:
         self.block_size = block_size
         self.max_model_len = max_model_len
         max_num_blocks = -(-max_model_len // block_size)
+        # One more: a prompt may fill it all to be scored, and a token comes of that as well.
         # Zero pages become resident when written: a row costs what its longest request used.
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         """Known tokens of each row: prompt, and what was generated."""
         self.block_table = np.full((max_num_seqs, max_num_blocks), -1, np.int32)
@@ -40,7 +41,7 @@ class InputBatch:
     def append(self, row: int, token_id: int) -> None:
         """A token was sampled for `row`: it is computed in a later step."""
         count = self.num_tokens[row]
-        assert count < self.max_model_len, "a request ends at max_model_len at the latest"
+        assert count <= self.max_model_len, "a request ends at max_model_len at the latest"
         self.token_ids[row, count] = token_id
         self.num_tokens[row] = count + 1
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ..checkpoint import ModelConfig
-from ..config import CacheConfig
+from ..config import CacheConfig, must_fit
 from ..errors import ConfigError
 from ..kernels.api import Kernels, KVCache
 
@@ -49,7 +49,9 @@ class KVStorage:
             max_num_seqs=max_num_seqs,
             total_memory=total_memory(),
         )
-        try:
+        nbytes = self.num_blocks * cache.block_size * bytes_per_token
+        what = f"the {nbytes:,} bytes that these blocks take (set num_kv_blocks or kv_cache_memory)"
+        with must_fit("num_kv_blocks", self.num_blocks, what):
             self.kv_cache: KVCache = kernels.allocate_kv_cache(
                 num_layers=model.num_hidden_layers,
                 num_blocks=self.num_blocks,
@@ -58,14 +60,6 @@ class KVStorage:
                 head_dim=model.head_dim,
                 dtype=cache.kv_cache_dtype,
             )
-        except MemoryError:
-            nbytes = self.num_blocks * cache.block_size * bytes_per_token
-            raise ConfigError(
-                "num_kv_blocks",
-                self.num_blocks,
-                f"smaller: the system refuses the {nbytes:,} bytes that these blocks take "
-                "(set num_kv_blocks or kv_cache_memory)",
-            ) from None
 
     def describe(self) -> str:
         """For the start-up report."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..checkpoint import Checkpoint
-from ..config import EngineConfig
+from ..config import EngineConfig, must_fit
 from ..errors import ConfigError
 from ..kernels.api import Kernels, load_backend
 from ..models.batch import trace_batches
@@ -23,13 +23,7 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
 
     max_model_len = resolve_max_model_len(config, checkpoint)
     backend = config.backend
-    kernels = load_backend(
-        backend.backend,
-        threads=backend.threads,
-        isa=backend.isa,
-        dtype=backend.dtype,
-        quantization=backend.quantization,
-    )
+    kernels = load_backend(backend.backend, **backend.kernel_settings())
     max_num_seqs = config.scheduler.max_num_seqs
     storage = KVStorage(  # before the weights: what is refused is refused at once
         checkpoint.config,
@@ -39,12 +33,19 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         max_num_seqs=max_num_seqs,
     )
     tiers = Tiers(config.cache, storage.kv_cache)
-    model = build_model(
-        checkpoint,
-        kernels,
-        max_model_len=max_model_len,
-        prune_last_layer=backend.prune_last_layer,
-    )
+    with must_fit("max_num_seqs", max_num_seqs, f"so many rows of {max_model_len} tokens"):
+        rows = InputBatch(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=config.cache.block_size,
+        )
+    with kernels.open_packed(checkpoint):
+        model = build_model(
+            checkpoint,
+            kernels,
+            max_model_len=max_model_len,
+            prune_last_layer=backend.prune_last_layer,
+        )
     captured = None
     if not backend.enforce_eager:
         captured = kernels.capture(model.forward, storage.kv_cache, trace_batches())
@@ -52,13 +53,9 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         model,
         tiers,
         kernels.make_arena(),
-        InputBatch(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=config.cache.block_size,
-        ),
+        rows,
         sampler=make_sampler(model.config.vocab_size, kernels.sampling),
-        new_row_state=RowState.from_new_request,
+        new_row_state=RowState,
         forward=captured,
     )
     report = describe(checkpoint, kernels, model, storage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..messages import KeptRun, SchedulerOutput, StepResult
+from ..messages import KeptRun, ModelCosts, SchedulerOutput, StepResult, TierUse
 from ..sampling import processors
 from ..sampling_params import SamplingParams
 from .model_runner import ModelRunner
@@ -28,7 +28,9 @@ class LocalExecutor:
         self.num_kv_blocks = runner.kv_cache.num_blocks
         self.num_tier_slots = runner.tiers.num_slots
         self.max_model_len = max_model_len
-        self.vocab_size = runner.model.config.vocab_size
+        shape = runner.model.config
+        self.vocab_size = shape.vocab_size
+        self.costs = ModelCosts(runner.kv_cache.block_nbytes, 2 * shape.num_layer_weights)
 
     def submit(self, plan: SchedulerOutput) -> StepResult:
         """Compute a step now. Returns the handle for collect()."""
@@ -43,10 +45,14 @@ class LocalExecutor:
         """For the start-up report: backend, dtype, memory of weights and KV pool, ..."""
         return dict(self._report)
 
-    def save_prefixes(self, path: str, runs: Sequence[KeptRun]) -> None:
+    def tier_use(self) -> TierUse | None:
+        """How full the tiers are; from any thread. None: closed."""
+        return None if self._runner is None else self._runner.tiers.use()
+
+    def save_prefixes(self, path: str, runs: Sequence[KeptRun], go_on: Callable[[], bool]) -> None:
         """Write cached runs to a file, whole or not at all."""
         assert self._runner is not None, "closed"
-        save_prefixes(path, runs, self._fingerprint(), self._runner.tiers)
+        save_prefixes(path, runs, self._fingerprint(), self._runner.tiers, go_on=go_on)
 
     def load_prefixes(self, path: str) -> list[KeptRun]:
         """Runs of a file, their blocks in the tiers; none, and a line in the log, if it is not

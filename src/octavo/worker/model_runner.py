@@ -77,6 +77,9 @@ class ModelRunner:
             self.input_batch.start(new)
             self.row_states[new.row] = self._start(new)
             self.prompt_scores.start(new)
+        for row, token_ids in plan.forced:
+            for token_id in token_ids:
+                self._append(self.row_states[row], token_id)
         if not plan.scheduled:
             return StepResult(plan.step, (), timing=Timing(0, 0, moved) if moved else None)
         start = perf_counter()
@@ -100,7 +103,7 @@ class ModelRunner:
         for scheduled in plan.scheduled if lost else ():
             if not lost.isdisjoint(scheduled.new_block_ids):
                 text = "K/V of this request could not be read back from the tier that kept them"
-                failed[scheduled.row] = RowFault(scheduled.row, text)
+                failed[scheduled.row] = RowFault(scheduled.row, text, retry=True)
                 sampled = tuple(token for token in sampled if token.row != scheduled.row)
         faults = tuple(failed.values())
         return StepResult(plan.step, sampled, faults, prompt_logprobs, timing)
@@ -127,6 +130,11 @@ class ModelRunner:
                 faults.append(outcome)
                 continue
             sampled.append(outcome)
-            state.append(outcome.token_id)
-            self.input_batch.append(outcome.row, outcome.token_id)
+            self._append(state, outcome.token_id)
         return tuple(sampled), tuple(faults)
+
+    def _append(self, state: RowState | RowFault, token_id: int) -> None:
+        """A row knows one token more."""
+        assert not isinstance(state, RowFault), "a row that never began goes on"
+        state.append(token_id)
+        self.input_batch.append(state.row, token_id)

@@ -1,9 +1,10 @@
 """The file in which the prefix cache outlives a process: whole, or not trusted at all.
 
-    magic | length of the index | digest of the index | index (JSON) | blocks, one after another
+    magic | length of the index | digest of the index | blocks, one after another | index (JSON)
 
 The index holds the fingerprint, the runs with their tokens, and a checksum of each block. A new
-file is written beside the old one, made durable, and takes its place in one move.
+file is written beside the old one, made durable, and takes its place in one move: of two
+processes with one path, the last to write decides what is in it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +26,8 @@ import numpy as np
 from .. import __version__
 from ..checkpoint import Checkpoint
 from ..config import EngineConfig
+from ..durable import Postponed, refusal, replacing
+from ..errors import ConfigError
 from ..kernels.api import Kernels
 from ..messages import KeptRun
 from ..models.registry import Model
@@ -31,9 +35,9 @@ from .tiers import Tiers
 
 logger = logging.getLogger("octavo")
 
-MAGIC = b"octavo prefixes 1\n"
+MAGIC = b"octavo prefixes 2\n"
 DIGEST_SIZE = 32
-MAX_INDEX_SIZE = 1 << 32
+HEAD_SIZE = len(MAGIC) + 8 + DIGEST_SIZE
 
 
 class _Untrusted(Exception):
@@ -46,7 +50,7 @@ def fingerprint(
     """Of all that decides what the bytes of stored K/V mean: model file, its shape and rope,
     number format, layout, instruction-set level, and the very code of kernels and models."""
     layout = (config.cache.block_size, config.cache.kv_cache_dtype)
-    backend = replace(config.backend, threads=None)
+    backend = replace(config.backend, threads=None, packed_cache="auto", huge_pages=True)
     digest = blake2b(f"{__version__} {layout} {backend} {checkpoint.config}".encode())
     report = kernels.describe()
     described = [report.get(key) for key in ("backend", "isa", "dtype", "weight format")]
@@ -69,43 +73,38 @@ def _files(path: Path) -> Iterator[Path]:
 
 def _code(thing: object) -> list[Path]:
     """Source and native modules of the package that `thing` comes from."""
-    file = sys.modules[type(thing).__module__].__file__
-    assert file is not None
-    folder = Path(file).parent
+    folder = Path(sys.modules[type(thing).__module__].__file__ or "").parent
     return sorted(p for p in folder.iterdir() if p.suffix in (".py", ".so"))
 
 
-def save_prefixes(path: str, runs: Sequence[KeptRun], mark: str, tiers: Tiers) -> None:
-    """Replace the file at `path`. Raises OSError; then the old one is still there."""
+def save_prefixes(
+    path: str, runs: Sequence[KeptRun], mark: str, tiers: Tiers, *, go_on: Callable[[], bool]
+) -> None:
+    """Replace the file at `path`. Raises OSError, or Postponed once `go_on` says no; then the old
+    one is still there.
+
+    Runs that can't be read any more are left out, with those that follow them.
+    """
+    rows: list[tuple[str, int, tuple[int, ...], int]] = []
     checksums: list[int] = []
-    for run in runs:
-        for place in run.places:
-            block = tiers.read(place, run.in_tier)
-            if block is None:
-                raise OSError("a block of the tiers can't be read")
-            checksums.append(crc32(block.data))
-    index = {
-        "fingerprint": mark,
-        "runs": [(run.scope, run.parent, run.token_ids, len(run.places)) for run in runs],
-        "checksums": checksums,
-    }
-    text = json.dumps(index, separators=(",", ":")).encode()
-    new = Path(path + ".new")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(MAGIC + len(text).to_bytes(8, "little") + _digest(text) + text)
-        for run in runs:
-            for place in run.places:
-                block = tiers.read(place, run.in_tier)
-                assert block is not None
-                file.write(block.data)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    folder = os.open(Path(path).resolve().parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    index_of = {-1: -1}
+    with replacing(path) as file:
+        file.seek(HEAD_SIZE)
+        for number, run in enumerate(runs):
+            if not go_on():
+                raise Postponed
+            found = (tiers.read(place, run.in_tier) for place in run.places)
+            blocks = [block.tobytes() for block in found if block is not None]
+            if len(blocks) == len(run.places) and run.parent in index_of:
+                file.writelines(blocks)
+                checksums += map(crc32, blocks)
+                index_of[number] = len(rows)
+                rows.append((run.scope, index_of[run.parent], run.token_ids, len(blocks)))
+        index = {"fingerprint": mark, "runs": rows, "checksums": checksums}
+        text = json.dumps(index, separators=(",", ":")).encode()
+        file.write(text)
+        file.seek(0)
+        file.write(MAGIC + len(text).to_bytes(8, "little") + _digest(text))
     logger.info("prefix cache: kept %d blocks in %s", len(checksums), path)
 
 
@@ -113,41 +112,49 @@ def load_prefixes(path: str, mark: str, tiers: Tiers) -> list[KeptRun]:
     """Read a file into slots 0, 1, ... of the tiers, as much as they hold; the runs that are there.
 
     Nothing is taken from a file that is not whole, or that another model, backend or version
-    wrote: a line in the log says why.
+    wrote: a line in the log says why. Raises ConfigError where no file could be written later.
     """
+    if wanted := refusal(path):
+        raise ConfigError("prefix_cache_file", path, wanted)
     try:
         with open(path, "rb") as file:
             runs = _read(file, mark, tiers)
     except FileNotFoundError:
         return []
-    except (OSError, _Untrusted) as error:
-        logger.warning("prefix cache file %s is not used: %s", path, error)
+    except Exception as error:  # whatever it holds, the engine starts without it
+        why = error if isinstance(error, OSError | _Untrusted) else f"it is damaged: {error!r}"
+        logger.warning("prefix cache file %s is not used: %s", path, why)
+        for slot in range(sum(tiers.num_slots)):
+            tiers.drop(slot)
         return []
     logger.info("prefix cache: %d blocks from %s", sum(len(r.places) for r in runs), path)
     return runs
 
 
 def _read(file: BinaryIO, mark: str, tiers: Tiers) -> list[KeptRun]:
-    head = file.read(len(MAGIC) + 8 + DIGEST_SIZE)
-    if not head.startswith(MAGIC) or len(head) < len(MAGIC) + 8 + DIGEST_SIZE:
+    head = file.read(HEAD_SIZE)
+    if not head.startswith(MAGIC) or len(head) < HEAD_SIZE:
         raise _Untrusted("it is no prefix cache file of this version")
     size = int.from_bytes(head[len(MAGIC) : len(MAGIC) + 8], "little")
-    text = file.read(size) if size < MAX_INDEX_SIZE else b""
-    if _digest(text) != head[-DIGEST_SIZE:]:
-        raise _Untrusted("its index is damaged or cut off")
+    num_bytes = os.fstat(file.fileno()).st_size - HEAD_SIZE - size
+    file.seek(HEAD_SIZE + max(0, num_bytes))
+    text = file.read()
+    if num_bytes < 0 or _digest(text) != head[-DIGEST_SIZE:]:
+        raise _Untrusted("it is damaged or cut off")
     index: dict[str, Any] = json.loads(text)
     if index["fingerprint"] != mark:
         raise _Untrusted("it was written for another model, backend or version")
-    nbytes = tiers.kv_cache.block_nbytes
+    nbytes = tiers.block_nbytes
     checksums: list[int] = index["checksums"]
-    if os.fstat(file.fileno()).st_size != file.tell() + nbytes * len(checksums):
-        raise _Untrusted("it is cut off, or longer than its index says")
-    for number, checksum in enumerate(checksums):
+    if num_bytes != nbytes * len(checksums):
+        raise _Untrusted("it has not the size that its index says")
+    for number in range(len(checksums))[::-1]:  # the most recently used ones last: they stay in RAM
+        file.seek(HEAD_SIZE + number * nbytes)
         block = np.frombuffer(file.read(nbytes), np.uint8)
-        if len(block) != nbytes or crc32(block.data) != checksum:
+        if crc32(block.data) != checksums[number]:
             raise _Untrusted("a block of it is damaged")
         if number < sum(tiers.num_slots):
-            tiers.fill(number, block)
+            tiers.fill(number, partial(np.copyto, src=block))
     return list(_runs(index["runs"], tiers))
 
 

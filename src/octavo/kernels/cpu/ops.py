@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 
-from ...checkpoint import StoredRows
+from ...checkpoint import Checkpoint, StoredRows
 from ...errors import ConfigError
 from ..api import Arena, Array, Forward, KVCache, Linear, SamplingKernels, StepBatch
 from ..arena import NumpyArena
 from . import _native
 from .capture import Captured, CapturedForward, CaptureError, Recorder, TracingArena
+from .packed import PackedCache
 from .pages import describe_huge_pages
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 _BITS = np.dtype(np.uint16)
+PLAIN = frozenset({"F32", "F16", "BF16"})
 PANEL = 32
 """Output columns that lie together in a packed weight (kPanel of csrc/common.hpp)."""
 
@@ -48,19 +51,23 @@ class CpuKernels:
         dtype: np.dtype[Any],
         *,
         quantization: str | None = None,
+        packed_cache: str = "off",
     ) -> None:
         """quantization "int8": quantise what pack_linear gets; "stored": keep a file's formats.
 
-        None keeps them, too, where they give the answers of weights widened at load.
+        "auto" keeps those formats, and widens what is plain numbers.
         """
         self.isa = level
         self.dtype: Any = dtype
         self.kv_cache_dtypes = (str(dtype), "int8")
-        same = quantization is None and dtype == BFLOAT16 and _native.decodes_stored(level)
-        kinds = _native.stored_kinds() if same or quantization == "stored" else []
-        self.stored_kinds = frozenset(kinds) - {"F32"}
+        self._keeps_stored = quantization in ("auto", "stored")
+        refused = PLAIN if quantization == "stored" else frozenset()
+        self.stored_kinds = frozenset(_native.stored_kinds()) - refused
         self._int8 = quantization == "int8"
         self._packed_kinds: set[str] = set()
+        self._packing = (level, str(dtype), quantization)
+        self._packed_cache = packed_cache
+        self._packed: PackedCache | None = None
         native = _native.Ops(level, dtype == FLOAT32)
         self._ops: _native.Ops | Recorder = native
         self.sampling: SamplingKernels | None = native
@@ -74,6 +81,7 @@ class CpuKernels:
             "dtype": str(self.dtype),
             "huge pages": describe_huge_pages(),
             "weight format": ", ".join(sorted(self._packed_kinds)) or str(self.dtype),
+            "packed weights": "not kept" if self._packed is None else self._packed.report,
         }
 
     def make_arena(self) -> Arena:
@@ -106,22 +114,48 @@ class CpuKernels:
 
     def pack_linear(self, weight: Array) -> Linear:
         """float32 [N, K] into panels of 32 output columns, in parallel."""
-        self._packed_kinds.add("int8" if self._int8 else str(self.dtype))
-        if self._int8:
-            rows = np.ascontiguousarray(weight, np.float32)
-            stored = rows.view(np.uint8)
-            return cast(Linear, self._native_ops().pack_stored([stored], ["F32"], rows.shape[1]))
-        return cast(Linear, self._native_ops().pack_linear(weight))
+        if not self._int8:
+            self._packed_kinds.add(str(self.dtype))
+            return cast(Linear, self._native_ops().pack_linear(weight))
+        rows = np.ascontiguousarray(weight, np.float32)
+        return self._pack([StoredRows("F32", rows.view(np.uint8))], rows.shape[1])
 
     def pack_stored(self, parts: Sequence[StoredRows], in_features: int) -> Linear | None:
-        """Stored blocks into panels of 32 columns; None for formats that meet inside a panel."""
-        kinds = [part.kind for part in parts]
+        """Stored blocks into panels of 32 columns, as they are or decoded, in parallel.
+
+        None for formats that would be kept as they are and meet inside a panel.
+        """
+        kinds = {part.kind for part in parts}
         whole = all(len(part.rows) % PANEL == 0 for part in parts[:-1])
-        if not whole and len(set(kinds)) > 1:
+        if self._keeps_stored and not whole and len(kinds) > 1 and not kinds & PLAIN:
             return None
-        self._packed_kinds.update(kinds)
+        return self._pack(parts, in_features)
+
+    def _pack(self, parts: Sequence[StoredRows], in_features: int) -> Linear:
+        kinds = [part.kind for part in parts]
         rows = [np.ascontiguousarray(part.rows) for part in parts]
-        return cast(Linear, self._native_ops().pack_stored(rows, kinds, in_features))
+        ops = self._native_ops()
+        if self._int8 or (self._keeps_stored and not PLAIN.intersection(kinds)):
+            self._packed_kinds.update(["int8"] if self._int8 else kinds)
+            return cast(Linear, ops.pack_stored(rows, kinds, in_features, self._int8))
+        self._packed_kinds.add(str(self.dtype))
+        return cast(Linear, ops.pack_widened(rows, kinds, in_features))
+
+    @contextmanager
+    def open_packed(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Files of weights as they are packed here, see packed.py."""
+        packed = None
+        if self._packed_cache != "off":
+            self._packed = packed = PackedCache(checkpoint, self._packing, self._packed_cache)
+            self._packed_kinds |= packed.kinds
+        yield
+        if packed is not None:
+            packed.close(self._packed_kinds)
+        checkpoint.weights.release()
+
+    def pack_once(self, key: str, pack: Callable[[], Linear]) -> Linear:
+        """From the file that is open, or pack()."""
+        return pack() if self._packed is None else self._packed.linear(key, pack)
 
     def pack_vector(self, weight: Array) -> Array:
         """A norm weight [H] as a float32 array of its own."""

@@ -15,13 +15,15 @@ def describe_huge_pages(rollup: Path = ROLLUP, switch: Path = SWITCH) -> str:
     The native library asks for them (madvise); nothing but speed depends on the answer.
     """
     try:
-        found = re.search(r"^AnonHugePages:\s+(\d+) kB", rollup.read_text(), re.MULTILINE)
+        text = rollup.read_text()
     except OSError:
-        found = None
-    if found is None:
+        text = ""
+    found = dict(re.findall(r"^(AnonHugePages|FilePmdMapped):\s+(\d+) kB", text, re.MULTILINE))
+    if "AnonHugePages" not in found:
         return "not known: the system does not say"
-    if mib := int(found[1]) // 1024:
-        return f"{mib:,} MiB"
+    in_files = int(found.get("FilePmdMapped", 0)) // 1024
+    if mib := int(found["AnonHugePages"]) // 1024 + in_files:
+        return f"{mib:,} MiB" + (f", {in_files:,} of them of mapped files" if in_files else "")
     try:
         mode = re.search(r"\[(\w+)\]", switch.read_text())
     except OSError:
