@@ -17,7 +17,7 @@ inline void configure_attention(i64 rows) {
         config.rows[i] = static_cast<std::uint8_t>(i < 6 ? rows : i == 6 ? 16 : 8);
         config.row_bytes[i] = i == 5 ? 32 : 64;
     }
-    _tile_loadconfig(&config);
+    load_config(config);
 }
 
 // scores[rows][kTileKeys] = q[rows][dim] . K
