@@ -41,6 +41,22 @@ def test_shards_and_number_formats_change_no_value(
         assert np.array_equal(loaded, tensor.astype(stored).astype(np.float32)), name
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_what_is_stored_are_the_bytes_of_each_row(dtype: str, tmp_path: Path) -> None:
+    """Also after release(): the pages that were let go of come back."""
+    folder = write_tiny_hf(tmp_path / "m", dtype=dtype, num_shards=2, tied=False)
+    weights = open_hf_folder(folder, "m").weights
+    form = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
+    for name, tensor in tiny_weights(tied=False).items():
+        stored = weights.load_stored(name, frozenset({kind}))
+        assert stored is not None
+        weights.release()
+        assert (stored.kind, len(stored.rows)) == (kind, len(tensor))
+        assert stored.rows.tobytes() == tensor.astype(form).tobytes(), name
+        assert weights.load_stored(name, frozenset({"Q8_0"})) is None
+
+
 def test_bfloat16_keeps_infinities_and_nan(tmp_path: Path) -> None:
     values = np.array([np.inf, -np.inf, np.nan, -0.0, 1e-40], ml_dtypes.bfloat16)
     save_file({"t": values}, tmp_path / "t.safetensors")
