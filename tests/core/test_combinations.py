@@ -129,7 +129,7 @@ def live(rng: random.Random, **settings: object) -> CoreBed:
 @pytest.mark.parametrize("means", sorted(PREEMPTION_MODES))
 @pytest.mark.parametrize("policy", sorted(WAITING_ORDERS))
 def test_every_combination_gives_the_undisturbed_answers(policy: str, means: str) -> None:
-    """R92-R107, C14, C25: each victim x tier x mode under this order and these means: 60 lives."""
+    """C14, C25: each victim x tier x mode under this order and these means: 60 lives."""
     seen: Counter[Reason] = Counter()
     for victim, tiers, mode in product(VICTIM_POLICIES, TIERS, BATCHING_MODES):
         rng = random.Random(f"{policy} {means} {victim} {tiers} {mode}")

@@ -209,14 +209,16 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
 
 
 def test_waiting_in_the_queue_does_not_match_again_and_again() -> None:
-    """C113: the head of the queue is matched once, until the tree changes."""
+    """C113: the head of the queue is matched once, until the tree changes; a decode step walks
+    nowhere in it."""
     bed = CoreBed(num_blocks=8)
     bed.add(prompt(4), 25)
     bed.step()
     bed.add(prompt(28, 1), 2)
-    calls = []
-    match = bed.scheduler.kv.cache.match_at
-    bed.scheduler.kv.cache.match_at = lambda *args: calls.append(1) or match(*args)  # type: ignore[method-assign,func-returns-value]
+    cache, calls = bed.scheduler.kv.cache, []
+    match_at, walk = cache.match_at, cache._walk
+    cache.match_at = lambda *args: calls.append("match") or match_at(*args)  # type: ignore[method-assign,func-returns-value]
+    cache._walk = lambda *args: calls.append("walk") or walk(*args)  # type: ignore[method-assign,func-returns-value]
     for _ in range(20):
         bed.step()
-    assert len(calls) == 1
+    assert calls == ["walk", "match"]

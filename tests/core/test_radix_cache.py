@@ -217,6 +217,16 @@ def test_a_match_counts_what_pinning_it_would_cost() -> None:
     assert before - cache.num_evictable == 2
 
 
+def test_what_is_left_of_a_path_that_moved_to_the_tier_is_as_old_as_it_was() -> None:
+    """R116: its next block goes before one that was used later."""
+    cache = cache_with("aabbcc", "dd")
+    assert cache.evict(1, lambda block_ids: [0] * len(block_ids)) == [2]
+    cache.check()
+    assert cache.evict(2) == [0, 1]
+    cache.check()
+    assert hit(cache, "dd") == (3,)
+
+
 def test_the_eviction_queue_stays_small() -> None:
     """Hits push stale entries only up to a bound, and eviction still finds every leaf."""
     cache = cache_with("aa", "bb", "cc")

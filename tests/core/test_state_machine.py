@@ -165,6 +165,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if request_id is not None:
             self.scheduler.preempt(request_id)
 
+    @rule(us=st.tuples(*[st.sampled_from([1.0, 100.0, 10_000.0])] * 5))
+    def measure(self, us: tuple[float, float, float, float, float]) -> None:
+        """Steps and transfers take what they take: moving is cheap, or computing, or neither."""
+        self.bed.set_rates(us_per_token=us[0], store=us[1:3], load=us[3:])
+
     @rule(num_blocks=st.integers(1, 5))
     def evict(self, num_blocks: int) -> None:
         evicted = self.scheduler.kv.cache.evict(num_blocks)

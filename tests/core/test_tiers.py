@@ -304,8 +304,8 @@ def test_each_tier_has_its_own_rate() -> None:
 
 
 def test_nobody_overtakes_a_swapped_request() -> None:
-    """C26: 50 requests, n = 4, 32 blocks: while somebody is swapped, nobody who came later starts;
-    the tier is bounded, and all 200 answers come."""
+    """R106, C26: 50 requests, n = 4, 32 blocks: while somebody is swapped, nobody who came later
+    starts; the tier is bounded, and all 200 answers come."""
     bed = CoreBed(
         num_blocks=32,
         max_num_seqs=24,

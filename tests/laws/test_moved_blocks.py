@@ -74,7 +74,7 @@ CASES = [
          rest=(("priority_ageing_steps", 5), ("swap_threshold", 24))),
     Case("auto", "auto", 512, 4096, budget=16, victim="most_generated",
          happens=(Reason.ESTIMATED,)),
-    Case("auto, slow tier", "auto", 0, 4096, block_size=4, caching=False,
+    Case("auto, slow tier", "auto", 0, 4096, block_size=4, caching=False, victim="cheapest",
          happens=(Reason.ESTIMATED,)),
     Case("recompute, cache in the tiers", "recompute", 128, 512, block_size=8, budget=16,
          rest=(("skip_limit", 2),), happens=(Reason.SAVED, Reason.LOADED)),
