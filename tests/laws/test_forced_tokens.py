@@ -29,7 +29,7 @@ FORMS = [
             "additionalProperties": False,
         }
     ),
-    GrammarSpec.regex("[ab](the other ){2}[ab]in the end"),
+    GrammarSpec.regex("([a-h]the other){3,6}[ab]in the end"),
     GrammarSpec.choice(["a", "in the town", "in the tower", "of"]),
     None,
 ]
@@ -119,9 +119,30 @@ def test_jumps_never_move_a_bit(
         assert output.prompt_logprobs == twin.prompt_logprobs
 
 
+def test_what_follows_a_run_is_drawn_as_ever(engines: dict[str, LLM]) -> None:
+    """Noise goes by the position, and penalties count what was forced: b and d, but not c."""
+    params = [
+        SamplingParams(
+            grammar=GrammarSpec.regex("x(d,b;d,b;[c-e]){5}[b-d]{6}") if seed % 2 else FORMS[1],
+            seed=seed,
+            temperature=1.3,
+            frequency_penalty=0.5,
+            max_tokens=90,
+        )
+        for seed in range(8)
+    ]
+    answers = {
+        name: [bits(x.outputs[0]) for x in engines[name].generate([[5, 6, 7]] * 8, params)]
+        for name in ("alone", "roomy")
+    }
+    assert answers["roomy"] == answers["alone"]
+    assert len({answer[1] for answer in answers["roomy"]}) > 4
+
+
 def test_a_forced_run_is_one_step(engines: dict[str, LLM]) -> None:
     """The token before it, all of it, and the choice that follows: computed together."""
-    params = SamplingParams(grammar=FORMS[1], seed=1, temperature=1, max_tokens=60)
+    spec = GrammarSpec.regex("[ab](the other ){2}[ab]in the end")
+    params = SamplingParams(grammar=spec, seed=1, temperature=1, max_tokens=60)
     steps: dict[str, int] = {}
     for name in ("alone", "roomy"):
         before = engines[name].stats().steps
