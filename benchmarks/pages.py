@@ -19,9 +19,8 @@ KINDS: dict[str, dict[str, object]] = {
     "packed, 4 KiB pages": {"packed_cache": "off", "huge_pages": False},
     "file, mapped": {"packed_cache": "map"},
     "file, copied": {"packed_cache": "copy"},
-    "file, mapped, 4 KiB pages": {"packed_cache": "map", "huge_pages": False},
 }
-ROWS = {1: 48, 64: 16}
+ROWS = {1: 32, 64: 8}
 """Streams, and the tokens that each generates after the first."""
 
 

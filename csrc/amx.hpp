@@ -15,6 +15,15 @@ struct alignas(64) TileConfig {
     std::uint8_t rows[16] = {};
 };
 
+// gcc's tile instructions don't tell the compiler what memory they read: whatever was written just
+// before must be in memory by then.
+inline void written_for_tiles() { asm volatile("" ::: "memory"); }
+
+inline void load_config(const TileConfig& config) {
+    asm volatile("" ::"m"(config));
+    _tile_loadconfig(&config);
+}
+
 // Tiles 0-3 are sums, 4 and 5 activations, 6 and 7 weights.
 inline void configure_product(int rows_low, int rows_high) {
     TileConfig config;
@@ -23,7 +32,7 @@ inline void configure_product(int rows_low, int rows_high) {
         config.rows[i] = static_cast<std::uint8_t>(rows[i]);
         config.row_bytes[i] = 64;
     }
-    _tile_loadconfig(&config);
+    load_config(config);
 }
 
 struct AmxProduct {
@@ -37,19 +46,23 @@ struct AmxProduct {
     i64 part, num_parts;  // which of the passes over a panel this is
 };
 
-// Asks for this pass's share of the next panel, step by step, so that memory is read at an even
-// rate while the passes over this panel compute. The panel must not be the last of the weight.
-inline void amx_fetch_next(const AmxProduct& p, const bf16* b) {
-    const i64 lines = ceil_div(32, p.num_parts);
-    const bf16* next = b + p.w.panel_elements() + p.part * lines * 32;
-    for (i64 line = 0; line < lines; ++line) __builtin_prefetch(next + line * 32, 0, 2);
-}
-
 // Asks for the weights a few steps on; the hardware's own prefetch does not keep up with tiles.
 // Running past a panel fetches the start of the next one.
-inline void amx_prefetch(const bf16* b) {
-    constexpr i64 kAhead = 4 * 32 * kPanel;
-    for (i64 line = 0; line < 32; ++line) __builtin_prefetch(b + kAhead + line * 32, 0, 3);
+inline void amx_prefetch(const AmxProduct& p, i64 panel, i64 step) {
+    constexpr i64 kStep = 32 * kPanel;
+    const bf16* b = static_cast<const bf16*>(p.w.data) + panel * p.w.panel_elements();
+    b += (step + 4) * kStep;
+    for (i64 line = 0; line < 32; ++line) __builtin_prefetch(b + line * 32, 0, 3);
+}
+
+// Asks for this pass's share of the next panel, step by step, so that memory is read at an even
+// rate while the passes over this panel compute.
+inline void amx_fetch_next(const AmxProduct& p, i64 panel, i64 step) {
+    if (panel + 1 == p.w.num_panels()) return;
+    const i64 lines = ceil_div(32, p.num_parts);
+    const bf16* b = static_cast<const bf16*>(p.w.data) + (panel + 1) * p.w.panel_elements();
+    b += step * 32 * kPanel + p.part * lines * 32;
+    for (i64 line = 0; line < lines; ++line) __builtin_prefetch(b + line * 32, 0, 2);
 }
 
 // Sums [rows][32] of one panel, from scratch to out.
@@ -85,8 +98,9 @@ inline void amx_stream(const AmxProduct& p, const float* sums, i64 panel) {
     }
 }
 
-// 17 to 32 rows against one panel: four chains of sums.
-inline void amx_panel_tall(const AmxProduct& p, i64 panel) {
+// 17 to 32 rows against one panel: four chains of sums. between(step) is done beside the tiles.
+template <class F>
+void amx_panel_tall(const AmxProduct& p, i64 panel, F between) {
     alignas(64) float sums[32 * kPanel];
     const bf16* b = static_cast<const bf16*>(p.w.data) + panel * p.w.panel_elements();
     const bf16* low = p.a;
@@ -96,10 +110,8 @@ inline void amx_panel_tall(const AmxProduct& p, i64 panel) {
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    const bool ahead = p.num_parts > 1 && panel + 1 < p.w.num_panels();
     for (i64 step = 0; step < p.num_steps; ++step) {
-        if (p.part == 0) amx_prefetch(b);
-        if (ahead) amx_fetch_next(p, b);
+        between(step);
         _tile_loadd(6, b, kPanel * 4);
         _tile_loadd(4, low, stride);
         _tile_dpbf16ps(0, 4, 6);
@@ -129,7 +141,8 @@ inline void amx_panel_tall(const AmxProduct& p, i64 panel) {
 }
 
 // Up to 16 rows against two panels: four chains of sums again.
-inline void amx_panels_flat(const AmxProduct& p, i64 panel, bool both) {
+template <class F>
+void amx_panels_flat(const AmxProduct& p, i64 panel, bool both, F between) {
     alignas(64) float sums[2][16 * kPanel];
     const bf16* b = static_cast<const bf16*>(p.w.data) + panel * p.w.panel_elements();
     const bf16* next = both ? b + p.w.panel_elements() : b;
@@ -139,8 +152,7 @@ inline void amx_panels_flat(const AmxProduct& p, i64 panel, bool both) {
     _tile_zero(2);
     _tile_zero(3);
     for (i64 step = 0; step < p.num_steps; ++step) {
-        amx_prefetch(b);
-        if (both) amx_prefetch(next);
+        between(step);
         _tile_loadd(4, a, p.lda * 2);
         _tile_loadd(6, b, kPanel * 4);
         _tile_dpbf16ps(0, 4, 6);
@@ -172,7 +184,7 @@ inline void configure_flat(int rows) {
         config.rows[i] = static_cast<std::uint8_t>(i < 5 ? rows : 16);
         config.row_bytes[i] = 64;
     }
-    _tile_loadconfig(&config);
+    load_config(config);
 }
 
 inline void configure_rows(i64 rows) {
@@ -195,10 +207,14 @@ inline void amx_product_together(const bf16* a, i64 lda, i64 begin, i64 end, con
                                row,           part, num_parts};
             if (rows != configured) configure_rows(rows);
             configured = rows;
+            const auto fetch = [&](i64 step) {
+                if (part == 0) amx_prefetch(p, panel, step);
+                amx_fetch_next(p, panel, step);
+            };
             if (rows > 16) {
-                amx_panel_tall(p, panel);
+                amx_panel_tall(p, panel, fetch);
             } else {
-                amx_panels_flat(p, panel, false);
+                amx_panels_flat(p, panel, false, fetch);
             }
         }
     }
@@ -215,10 +231,16 @@ inline void amx_product(const bf16* a, i64 lda, i64 begin, i64 end, const Packed
         const AmxProduct p{a + row * lda, lda, w.k_padded / 32, rows, w, out, row, 0, 1};
         configure_rows(rows);
         if (rows > 16) {
-            for (i64 panel = first_panel; panel < last_panel; ++panel) amx_panel_tall(p, panel);
+            for (i64 panel = first_panel; panel < last_panel; ++panel) {
+                amx_panel_tall(p, panel, [&](i64 step) { amx_prefetch(p, panel, step); });
+            }
         } else {
             for (i64 panel = first_panel; panel < last_panel; panel += 2) {
-                amx_panels_flat(p, panel, panel + 1 < last_panel);
+                const bool both = panel + 1 < last_panel;
+                amx_panels_flat(p, panel, both, [&](i64 step) {
+                    amx_prefetch(p, panel, step);
+                    if (both) amx_prefetch(p, panel + 1, step);
+                });
             }
         }
     }

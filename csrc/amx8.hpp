@@ -75,7 +75,7 @@ inline void configure_parts(i64 rows) {
         config.rows[i] = static_cast<std::uint8_t>(i >= 6 ? 16 : rows <= 8 ? 2 * rows : rows);
         config.row_bytes[i] = 64;
     }
-    _tile_loadconfig(&config);
+    load_config(config);
 }
 
 // One block of rows against one panel.

@@ -234,11 +234,13 @@ struct AttentionTask : KeyUnits<D> {
     // One 16 of queries after the other. Nothing is won by weaving the tile products of one into
     // the softmax of another: tiles take the second vector port, which is most of what exp needs.
     void run_tile_on_tiles(i64 tile, i64 num_units, bool fresh, const Softmax& state) {
-        const i64 num_vectors = round_up(num_units, 2);
         i64 limits[kTileRows];
         for (i64 i = first_query(tile) / kTileRows * kTileRows; i < count; i += kTileRows) {
             const i64 rows = min64(kTileRows, count - i);
-            // All of them see all keys, or each is told how many.
+            // Units that one of them sees; all see all of their keys, or each is told how many.
+            const i64 longest_len = row_len(i + rows - 1) - tile;
+            const i64 units = min64(num_units, ceil_div(longest_len, kUnit));
+            const i64 num_vectors = round_up(units, 2);
             const bool masked = row_len(i) - tile < num_vectors * kUnit;
             for (i64 r = 0; masked && r < rows; ++r) limits[r] = row_len(i + r) - tile;
             const TileSoftmax softmax{state.m + i,
@@ -253,11 +255,11 @@ struct AttentionTask : KeyUnits<D> {
                                       quantised ? this->value_scales : nullptr};
             float* acc = state.acc + i * dim;
             this->fetch_ahead(1);
-            amx_scores(q + i * dim, dim, k_units, num_units, scores);
+            amx_scores(q + i * dim, dim, k_units, units, scores);
             const VF factors = soften_tile(softmax, [&] { this->fetch_ahead(1); });
             this->fetch_ahead(1);
             if (!fresh) shrink_rows(factors, rows, dim, acc);
-            amx_values(p, v_units[0], num_units, dim, fresh, acc);
+            amx_values(p, v_units[0], units, dim, fresh, acc);
         }
     }
 #endif

@@ -17,7 +17,7 @@ inline void configure_attention(i64 rows) {
         config.rows[i] = static_cast<std::uint8_t>(i < 6 ? rows : i == 6 ? 16 : 8);
         config.row_bytes[i] = i == 5 ? 32 : 64;
     }
-    _tile_loadconfig(&config);
+    load_config(config);
 }
 
 // scores[rows][kTileKeys] = q[rows][dim] . K
@@ -139,43 +139,47 @@ struct TileSoftmax {
     const float* key_scales;  // [kTileKeys] of int8 keys, else null
     const float* value_scales;
 
-    // The usual case, whose loops have fixed bounds.
-    bool is_whole() const {
-        return num_vectors == 4 && rows == kTileRows && limits == nullptr && key_scales == nullptr;
-    }
+    bool has(i64 vectors) const { return num_vectors == vectors && rows == kTileRows; }
 };
 
-// Largest score of each row; what a row doesn't see becomes -inf, int8 keys get their scales.
+// Scores that a row doesn't see become -inf, those of int8 keys get their scales.
+inline void finish_scores(const TileSoftmax& t) {
+    for (i64 r = 0; r < t.rows && t.key_scales != nullptr; ++r) {
+        for (i64 i = 0; i < t.num_vectors * 16; i += 16) {
+            float* s = t.scores + r * kTileKeys + i;
+            store(s, mul(load(s), load(t.key_scales + i)));
+        }
+    }
+    for (i64 r = 0; r < t.rows && t.limits != nullptr; ++r) {
+        for (i64 i = max64(0, t.limits[r]) / 16; i < t.num_vectors; ++i) {
+            float* s = t.scores + r * kTileKeys + i * 16;
+            store(s, keep_first(load(s), max64(0, t.limits[r] - i * 16), -__builtin_inff()));
+        }
+    }
+}
+
+inline __attribute__((always_inline)) VF largest_of_row(const TileSoftmax& t, i64 r,
+                                                        i64 num_vectors) {
+    const float* s = t.scores + r * kTileKeys;
+    // Of two where one is a NaN, the second is taken: never the NaN of a score.
+    VF top = set1(-__builtin_inff());
+#pragma GCC unroll 4
+    for (i64 i = 0; i < num_vectors; ++i) top = max(load(s + i * 16), top);
+    return top;
+}
+
+// Largest score of each row.
 inline VF largest_scores(const TileSoftmax& t) {
     VF top[kTileRows];
-    if (t.is_whole()) {
+    auto all = [&](i64 num_vectors) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-        for (i64 r = 0; r < kTileRows; ++r) {
-            const float* s = t.scores + r * kTileKeys;
-            // Of two where one is a NaN, the second is taken: never the NaN of a score.
-            VF a = max(load(s), set1(-__builtin_inff()));
-            a = max(load(s + 16), a);
-            a = max(load(s + 32), a);
-            top[r] = max(load(s + 48), a);
-        }
+        for (i64 r = 0; r < kTileRows; ++r) top[r] = largest_of_row(t, r, num_vectors);
         return reduce_rows(top, [](VF a, VF b) { return max(a, b); });
-    }
-    for (i64 r = 0; r < kTileRows; ++r) top[r] = set1(-__builtin_inff());
-    for (i64 r = 0; r < t.rows; ++r) {
-        float* s = t.scores + r * kTileKeys;
-        for (i64 i = 0; i < t.num_vectors; ++i) {
-            VF value = load(s + i * 16);
-            if (t.key_scales != nullptr) value = mul(value, load(t.key_scales + i * 16));
-            if (t.limits != nullptr && t.limits[r] < (i + 1) * 16) {
-                value = keep_first(value, max64(0, t.limits[r] - i * 16), -__builtin_inff());
-            }
-            if (t.key_scales != nullptr || t.limits != nullptr) store(s + i * 16, value);
-            top[r] = max(value, top[r]);
-        }
-    }
-    if (t.rows > 4) return reduce_rows(top, [](VF a, VF b) { return max(a, b); });
-    float each[kTileRows];
-    for (i64 r = 0; r < kTileRows; ++r) each[r] = r < t.rows ? reduce_max(top[r]) : 0.0f;
+    };
+    if (t.has(4)) return all(4);
+    if (t.has(2)) return all(2);
+    float each[kTileRows] = {};
+    for (i64 r = 0; r < t.rows; ++r) each[r] = reduce_max(largest_of_row(t, r, t.num_vectors));
     return load(each);
 }
 
@@ -204,6 +208,7 @@ inline __attribute__((always_inline)) VF soften_row(const TileSoftmax& t, i64 r,
 // between() is called after each row where there are few.
 template <class F>
 inline VF soften_tile(const TileSoftmax& t, F between) {
+    finish_scores(t);
     const VF before = load(t.m), scale = set1(t.log2_scale);
     const VF m = max(largest_scores(t), before);
     const VF alpha = exp2(mul(sub(before, m), scale));
@@ -211,9 +216,10 @@ inline VF soften_tile(const TileSoftmax& t, F between) {
     store(t.m, m);
     store(bases, mul(m, scale));
     store(factors, alpha);
-    if (t.is_whole()) {
+    if (t.value_scales == nullptr && (t.has(4) || t.has(2))) {
         for (i64 r = 0; r < kTileRows; ++r) {
-            t.sums[r] = soften_row<false>(t, r, 4, bases[r], factors[r]);
+            t.sums[r] = t.num_vectors == 4 ? soften_row<false>(t, r, 4, bases[r], factors[r])
+                                           : soften_row<false>(t, r, 2, bases[r], factors[r]);
         }
         return alpha;
     }

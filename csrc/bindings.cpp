@@ -206,7 +206,8 @@ public:
                     "a stored part has rows of another size than in_features says");
             require(int8 || (part.kind != Stored::f16 && part.kind != Stored::bf16),
                     "plain numbers are not kept as they are stored");
-            const CellFormat format = cell_format(int8 ? Stored::f32 : part.kind);
+            const CellFormat format =
+                cell_format(int8 ? Stored::f32 : part.kind, level_->decodes_cells);
             require(n % kPanel == 0 || formats.back() == format,
                     "parts of different formats must meet at a multiple of 32 rows");
             n += part.rows;
@@ -500,6 +501,10 @@ NB_MODULE(_native, m) {
     using namespace octavo;
     m.def("available_levels", &level_names);
     m.def("stored_kinds", &stored_kind_names);
+    m.def("decodes_stored", [](const std::string& level) {
+        const Level* found = find_level(level);
+        return found != nullptr && found->decodes_cells;
+    });
     m.def("num_threads", &num_threads);
     m.def(
         "set_num_threads",

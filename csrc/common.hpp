@@ -190,6 +190,7 @@ struct LogprobArgs {
 // One level's table of kernels. Arguments are checked by the bindings; kernels trust them.
 struct Level {
     const char* name;
+    bool decodes_cells;  // weights in stored formats become bf16 before they are multiplied
     void (*pack)(const float* weight, i64 stride, PackedWeight packed);
     void (*linear)(Matrix x, PackedWeight weight, Matrix out);
     void (*embedding)(const std::int32_t* ids, PackedWeight weight, Matrix out);

@@ -7,9 +7,16 @@
 #if defined(__AMX_BF16__)
 #include "amx.hpp"
 #include "amx8.hpp"
+#include "amx_cells.hpp"
 #endif
 
 namespace octavo::OCTAVO_LEVEL {
+
+#if defined(__AMX_BF16__)
+constexpr bool kDecodesCells = true;
+#else
+constexpr bool kDecodesCells = false;
+#endif
 
 inline i64 packed_offset(const PackedWeight& w, i64 column, i64 k) {
     return w.dtype == DType::f32 ? k * kPanel + column : (k / 2) * kPanel * 2 + column * 2 + k % 2;
@@ -50,6 +57,10 @@ inline void embedding(const std::int32_t* ids, PackedWeight w, Matrix out) {
         if (w.cells != nullptr) {
             for (i64 k = 0; k < w.k; k += kCellK) {
                 decode_column(w.cells[panel], column, k, min64(kCellK, w.k - k), row + k);
+            }
+            // As the product reads them.
+            if (kDecodesCells && !w.cells[panel].format.scales_columns()) {
+                for (i64 k = 0; k < w.k; ++k) row[k] = to_float(to_bf16(row[k]));
             }
         } else if (w.dtype == DType::f32) {
             const float* in = static_cast<const float*>(w.data) + panel * w.panel_elements();
@@ -203,7 +214,21 @@ inline void linear_amx(const Matrix& x, const PackedWeight& w, const Matrix& out
 }
 #endif
 
-#if defined(__AMX_INT8__)
+#if defined(__AMX_BF16__)
+// Stored formats. A block of rows stays in the second cache; decoding for each costs little.
+inline void linear_cells_amx(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+    const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
+    const i64 max_rows = round_up(max64(32, (i64{1} << 20) / (w.k_padded * 2)), 32);
+    const Cut c = cut(x.rows, w, max_rows, 1);
+    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
+        const i64 row = task / c.num_chunks * c.block_rows;
+        const i64 first = task % c.num_chunks * c.chunk_panels;
+        const i64 last = min64(first + c.chunk_panels, w.num_panels());
+        amx_cells_product(a.data, a.stride, row, min64(row + c.block_rows, x.rows), w, first, last,
+                          out);
+    });
+}
+
 // int8 of our own: activations in two parts, sums over all of K. Each panel meets the rows of a
 // block, which stay in the second cache, while it is near.
 inline void linear_parts(const Matrix& x, const PackedWeight& w, const Matrix& out) {
@@ -239,37 +264,26 @@ inline void linear_int8(const Matrix& x, const PackedWeight& w, const Matrix& ou
 
 // The others, one at a time as bf16. All rows at once: decoding a panel is dear.
 inline void linear_decoded(const Matrix& x, const PackedWeight& w, const Matrix& out) {
-#if defined(__AMX_BF16__)
-    const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
-#else
     const auto a = activations<DotPacked::A>(x, round_up(w.k, 2), w.k_padded);
-#endif
     parallel_for(w.num_panels(), 1, [&](i64 panel) {
         if (w.cells[panel].format.multiplies_as_int8()) return;
-        const PackedWeight decoded = decode_panel(w, panel);
-        const Matrix part = from_panel(out, panel);
-#if defined(__AMX_BF16__)
-        amx_product(a.data, a.stride, 0, x.rows, decoded, 0, 1, part);
-#else
-        const Product<DotPacked> p{a, decoded, part, ceil_div(w.k, 2)};
+        const Product<DotPacked> p{a, decode_panel(w, panel), from_panel(out, panel),
+                                   ceil_div(w.k, 2)};
         product_rows(p, 0, x.rows, 0, 1);
-#endif
     });
 }
 
 inline void linear_cells(const Matrix& x, const PackedWeight& w, const Matrix& out) {
-#if defined(__AMX_INT8__)
-    if (w.cells[0].format.scales_columns()) {
-        linear_parts(x, w, out);
-        return;
-    }
-#endif
+#if defined(__AMX_BF16__)
+    w.cells[0].format.scales_columns() ? linear_parts(x, w, out) : linear_cells_amx(x, w, out);
+#else
     i64 num_int8 = 0;
     for (i64 panel = 0; panel < w.num_panels(); ++panel) {
         num_int8 += w.cells[panel].format.multiplies_as_int8();
     }
     if (num_int8 > 0) linear_int8(x, w, out);
     if (num_int8 < w.num_panels()) linear_decoded(x, w, out);
+#endif
 }
 
 inline void linear(Matrix x, PackedWeight w, Matrix out) {

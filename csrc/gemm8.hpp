@@ -5,9 +5,6 @@
 #pragma once
 
 #include "dot8.hpp"
-#if defined(__AMX_INT8__)
-#include "amx.hpp"
-#endif
 
 namespace octavo::OCTAVO_LEVEL {
 
@@ -194,153 +191,7 @@ void some_rows8(const Tile8& t, i64 rows, const CellPanel& panel, i64 first_colu
     }
 }
 
-#if defined(__AMX_INT8__)
-
-// Two groups of k at a time: tiles 0-3 are sums, 4 and 5 activations, 6 and 7 weights.
-inline void configure8(int rows) {
-    TileConfig config;
-    for (int i = 0; i < 8; ++i) {
-        config.rows[i] = static_cast<std::uint8_t>(i < 6 ? rows : kCellK / 4);
-        config.row_bytes[i] = i == 4 || i == 5 ? kCellK : 64;
-    }
-    _tile_loadconfig(&config);
-}
-
-// Dots of 16 columns and one group (or two, `both`) into dots [2][16 rows][16]. Odd and even calls
-// take tiles of their own, so that one's products overlap the other's stores. The instructions take
-// their tiles as literal numbers only.
-#define OCTAVO_DOTS(low, high)                  \
-    _tile_zero(low);                            \
-    _tile_loadd(4, a, lda);                     \
-    _tile_loadd(6, b, kPanel * 4);              \
-    _tile_dpbssd(low, 4, 6);                    \
-    if (both) {                                 \
-        _tile_zero(high);                       \
-        _tile_loadd(5, a + kCellK, lda);        \
-        _tile_loadd(7, b + b_step, kPanel * 4); \
-        _tile_dpbssd(high, 5, 7);               \
-    }                                           \
-    _tile_stored(low, dots, 64);                \
-    if (both) _tile_stored(high, dots + 16 * 16, 64);
-
-template <bool Odd>
-inline __attribute__((always_inline)) void amx_dots(const std::int8_t* a, i64 lda,
-                                                    const std::uint8_t* b, i64 b_step, bool both,
-                                                    std::int32_t* dots) {
-    if constexpr (Odd) {
-        OCTAVO_DOTS(2, 3)
-    } else {
-        OCTAVO_DOTS(0, 1)
-    }
-}
-#undef OCTAVO_DOTS
-
-// A 4-bit cell as int8 [8 quads][32 columns][4].
-inline void spread_nibbles(const std::uint8_t* quants, int bias, std::uint8_t* out) {
-    for (int i = 0; i < 8; ++i) {
-        const Bytes v = load_bytes(quants + 64 * i);
-        _mm512_store_si512(out + 64 * i, minus(low_nibbles(v), bias));
-        _mm512_store_si512(out + 512 + 64 * i, minus(high_nibbles(v), bias));
-    }
-}
-
-// R rows (up to 16) of 16 columns over all of K. `quants` has the cells' int8, `cells` their
-// scales.
-template <int R, bool HasMinimum, bool Wide>
-void amx_columns8(const Tile8& t, const CellPanel& panel, const std::uint8_t* quants,
-                  i64 quants_stride, i64 column, i64 first_column) {
-    const i64 num_groups = t.x.num_groups;
-    const CellFormat f = panel.format;
-    // One page in all: no store here has the low address bits of a load that must not wait for it.
-    alignas(4096) std::int32_t dots[2][2 * 16 * 16];
-    VF acc[R];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) acc[r] = zero();
-    const std::int8_t* a = t.x.quants + t.row * t.x.k_padded;
-    const auto multiply = [&](i64 group, auto odd) __attribute__((always_inline)) {
-        amx_dots<decltype(odd)::value>(a + group * kCellK, t.x.k_padded,
-                                       quants + group * quants_stride + column * 4, quants_stride,
-                                       group + 1 < num_groups, dots[decltype(odd)::value]);
-    };
-    const auto add_group = [&](i64 group, const std::int32_t* dot) __attribute__((always_inline)) {
-        const std::uint8_t* cell = panel.data + group * f.bytes();
-        const VF scale = load_scales(cell, Wide, column);
-        const VF minimum = HasMinimum ? load_scales(cell + f.vector_bytes(), Wide, column) : zero();
-        const float* x_scale = t.x.scales + group * t.x.rows + t.row;
-        const float* x_sum = t.x.scaled_sums + group * t.x.rows + t.row;
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const VF scaled = mul(to_floats(_mm512_load_si512(dot + r * 16)), scale);
-            acc[r] = fma(scaled, set1(x_scale[r]), acc[r]);
-            if constexpr (HasMinimum) acc[r] = fma(minimum, set1(x_sum[r]), acc[r]);
-        }
-    };
-    const auto add = [&](i64 first, const std::int32_t* now) __attribute__((always_inline)) {
-        add_group(first, now);
-        if (first + 1 < num_groups) add_group(first + 1, now + 16 * 16);
-    };
-    multiply(0, std::false_type{});
-    for (i64 group = 0; group < num_groups; group += 4) {
-        if (group + 2 < num_groups) multiply(group + 2, std::true_type{});
-        add(group, dots[0]);
-        if (group + 4 < num_groups) multiply(group + 4, std::false_type{});
-        if (group + 2 < num_groups) add(group + 2, dots[1]);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) store_columns8(t.out, t.row + r, first_column + column, acc[r]);
-}
-
-template <int R>
-void amx_rows8(const Tile8& t, i64 rows, const CellPanel& panel, const std::uint8_t* quants,
-               i64 quants_stride, i64 first_column) {
-    if constexpr (R > 1) {
-        if (rows < R) {
-            return amx_rows8<R - 1>(t, rows, panel, quants, quants_stride, first_column);
-        }
-    }
-    const CellFormat& f = panel.format;
-    for (i64 column = 0; column < kPanel; column += 16) {
-        if (f.has_minimum && f.wide) {
-            amx_columns8<R, true, true>(t, panel, quants, quants_stride, column, first_column);
-        } else if (f.has_minimum) {
-            amx_columns8<R, true, false>(t, panel, quants, quants_stride, column, first_column);
-        } else {
-            amx_columns8<R, false, false>(t, panel, quants, quants_stride, column, first_column);
-        }
-    }
-}
-
-// Rows [begin, end) of one panel. Few rows are done by vectors: the same integers, no tiles to set.
-inline void panel_product8(const Activations8& x, const CellPanel& panel, i64 begin, i64 end,
-                           const Matrix& out, i64 first_column) {
-    if (end - begin <= kRows8) {
-        some_rows8<kRows8>(Tile8{x, out, begin}, end - begin, panel, first_column);
-        return;
-    }
-    const CellFormat f = panel.format;
-    const std::uint8_t* quants = panel.data + f.quants_offset();
-    i64 stride = f.bytes();
-    if (f.bits == 4) {
-        auto* spread =
-            static_cast<std::uint8_t*>(scratch(Scratch::weights, x.num_groups * kCellK * kPanel));
-        for (i64 g = 0; g < x.num_groups; ++g) {
-            spread_nibbles(quants + g * stride, f.bias, spread + g * kCellK * kPanel);
-        }
-        quants = spread;
-        stride = kCellK * kPanel;
-    }
-    i64 configured = 0;
-    for (i64 row = begin; row < end; row += 16) {
-        const i64 rows = min64(16, end - row);
-        if (rows != configured) configure8(static_cast<int>(rows));
-        configured = rows;
-        amx_rows8<16>(Tile8{x, out, row}, rows, panel, quants, stride, first_column);
-    }
-    _tile_release();
-}
-
-#else
-
+// Rows [begin, end) of one panel.
 inline void panel_product8(const Activations8& x, const CellPanel& panel, i64 begin, i64 end,
                            const Matrix& out, i64 first_column) {
     const i64 num_tiles = ceil_div(end - begin, kRows8);
@@ -350,7 +201,5 @@ inline void panel_product8(const Activations8& x, const CellPanel& panel, i64 be
         some_rows8<kRows8>(Tile8{x, out, row}, next - row, panel, first_column);
     }
 }
-
-#endif
 
 }  // namespace octavo::OCTAVO_LEVEL

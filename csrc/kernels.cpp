@@ -12,6 +12,7 @@ namespace octavo::OCTAVO_LEVEL {
 
 extern const Level level;
 const Level level = {OCTAVO_TEXT(OCTAVO_LEVEL),
+                     kDecodesCells,
                      pack,
                      linear,
                      embedding,

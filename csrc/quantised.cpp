@@ -158,14 +158,9 @@ void write(const Group& g, CellFormat format, std::uint8_t* cell, i64 column) {
     std::uint8_t* quants = cell + format.quants_offset();
     for (i64 k = 0; k < 32; ++k) {
         const auto quant = static_cast<std::uint8_t>(g.quants[k]);
-        if (format.bits == 8) {
-            const i64 group = format.multiplies_as_int8() ? 4 : 2;
-            quants[k / group * kPanel * group + column * group + k % group] = quant;
-            continue;
-        }
-        std::uint8_t& byte = quants[k % 16 / 4 * 128 + column * 4 + k % 4];
-        byte =
-            static_cast<std::uint8_t>(k < 16 ? (byte & 0xf0) | quant : (byte & 0x0f) | quant << 4);
+        std::uint8_t& byte = quants[cell_byte(format, k, column)];
+        const int nibbles = k < 16 ? (byte & 0xf0) | quant : (byte & 0x0f) | quant << 4;
+        byte = format.bits == 8 ? quant : static_cast<std::uint8_t>(nibbles);
     }
 }
 
@@ -185,29 +180,30 @@ float half_to_float(std::uint16_t half) {
     return out;
 }
 
-CellFormat cell_format(Stored kind) {
+CellFormat cell_format(Stored kind, bool to_bf16) {
+    const std::uint8_t nearby = to_bf16 ? 2 : 4;
     switch (kind) {
         case Stored::q4_0:
-            return {4, 8, 1, false, false};
+            return {4, 8, 1, false, false, nearby};
         case Stored::q4_1:
-            return {4, 0, 1, true, false};
+            return {4, 0, 1, true, false, nearby};
         case Stored::q5_1:
-            return {8, 0, 1, true, false};
+            return {8, 0, 1, true, false, nearby};
         case Stored::q4_k:
-            return {4, 0, 1, true, true};
+            return {4, 0, 1, true, true, nearby};
         case Stored::q5_k:
-            return {8, 0, 1, true, true};
+            return {8, 0, 1, true, true, nearby};
         case Stored::q6_k:
-            return {8, 0, 2, false, true};
+            return {8, 0, 2, false, true, 2};
         case Stored::f32:
-            return {8, 0, 0, false, true};
+            return {8, 0, 0, false, true, 4};
         case Stored::f16:
         case Stored::bf16:
         case Stored::q8_0:
         case Stored::q5_0:
             break;
     }
-    return {8, 0, 1, false, false};
+    return {8, 0, 1, false, false, nearby};
 }
 
 i64 row_bytes(Stored kind, i64 k) {
@@ -223,7 +219,7 @@ void widen_row(Stored kind, const std::uint8_t* row, i64 k, float* out) {
     } else if (kind == Stored::f16) {
         for (i64 i = 0; i < k; ++i) out[i] = half_to_float(half_at(row + 2 * i));
     } else {
-        const CellFormat format = cell_format(kind);
+        const CellFormat format = cell_format(kind, false);
         Group g{};
         for (i64 cell = 0; cell < k / 32; ++cell) {  // a row is a whole number of blocks
             unpack(kind, row, cell, g);

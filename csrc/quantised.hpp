@@ -1,6 +1,7 @@
 // Weights that stay quantised in memory. Every stored format becomes cells: 32 output columns x 32
-// k with their scales. gemm8.hpp multiplies them as int8; those with two scales over 32 k (Q6_K)
-// are turned into bf16 panels by decode.hpp just before their use. int8 of our own has no scales in
+// k with their scales. gemm8.hpp multiplies them as int8; on AMX they are turned into bf16 just
+// before their use instead (amx_cells.hpp), and on every level those with two scales over 32 k are
+// (Q6_K, decode.hpp). int8 of our own has no scales in
 // its cells but one for each output column, before the panel's first cell: amx8.hpp sums it in
 // integers over all of K.
 #pragma once
@@ -11,21 +12,22 @@ namespace octavo {
 
 // A cell: scales [num_scales][32] and, where there are minimums, minimums [32], both float16 or
 // float32; then quants: value = quant * scale + minimum.
-//   8 bits      int8 [8 quads of k][32 columns][4]
-//   4 bits      [4 quads][32 columns][4]: element k in the low nibble, k + 16 in the high one
-//   two scales  int8 [16 pairs of k][32 columns][2], as bf16 panels have them
+//   8 bits  int8 [32 / g][32 columns][g of k]
+//   4 bits  [16 / g][32 columns][g of k]: element k in the low nibble, k + 16 in the high one
+// g is 4 where they are multiplied as int8, else 2, as bf16 panels have them.
 struct CellFormat {
     std::uint8_t bits;        // 8 or 4
     std::uint8_t bias;        // subtracted from a nibble
     std::uint8_t num_scales;  // over the 32 k of a cell: 1 or 2; 0 where a column has one in all
     bool has_minimum;
-    bool wide;  // scales and minimums are float32
+    bool wide;            // scales and minimums are float32
+    std::uint8_t nearby;  // k of a column side by side: 2 or 4
 
     bool operator==(const CellFormat& other) const {
         return bits == other.bits && bias == other.bias && num_scales == other.num_scales &&
-               has_minimum == other.has_minimum && wide == other.wide;
+               has_minimum == other.has_minimum && wide == other.wide && nearby == other.nearby;
     }
-    bool multiplies_as_int8() const { return num_scales <= 1; }
+    bool multiplies_as_int8() const { return nearby == 4; }
     bool scales_columns() const { return num_scales == 0; }
     i64 vector_bytes() const { return kPanel * (wide ? 4 : 2); }
     i64 quants_offset() const { return (num_scales + (has_minimum ? 1 : 0)) * vector_bytes(); }
@@ -59,8 +61,8 @@ struct StoredRows {
     Stored kind;
 };
 
-CellFormat cell_format(Stored kind);
-i64 row_bytes(Stored kind, i64 k);  // 0 where k is no whole number of blocks
+CellFormat cell_format(Stored kind, bool to_bf16);  // to_bf16: on a level that decodes cells
+i64 row_bytes(Stored kind, i64 k);                  // 0 where k is no whole number of blocks
 
 // Fills panel `panel` (its data is writable here) with columns [column, column + count) of the
 // panel from `rows`, starting at row `first`.
@@ -72,15 +74,17 @@ void widen_row(Stored kind, const std::uint8_t* row, i64 k, float* out);
 
 float half_to_float(std::uint16_t half);
 
+// Of a quant, in its cell's quants.
+static inline i64 cell_byte(CellFormat f, i64 k, i64 column) {
+    if (f.bits == 4) k %= 16;
+    return k / f.nearby * kPanel * f.nearby + column * f.nearby + k % f.nearby;
+}
+
 static inline int cell_quant(const std::uint8_t* cell, CellFormat f, i64 k, i64 column) {
     const std::uint8_t* quants = cell + f.quants_offset();
-    if (f.bits == 4) {
-        const int byte = quants[k % 16 / 4 * 128 + column * 4 + k % 4];
-        return (k < 16 ? byte & 15 : byte >> 4) - f.bias;
-    }
-    const i64 group = f.multiplies_as_int8() ? 4 : 2;  // of k
-    return static_cast<std::int8_t>(
-        quants[k / group * kPanel * group + column * group + k % group]);
+    const i64 at = cell_byte(f, k, column);
+    if (f.bits == 4) return (k < 16 ? quants[at] & 15 : quants[at] >> 4) - f.bias;
+    return static_cast<std::int8_t>(quants[at]);
 }
 
 }  // namespace octavo

@@ -300,9 +300,9 @@ class BackendConfig:
 
     quantization: str | None = None
     """Compute from quantised weights: int8 (any model, quantised at load, one scale per row of a
-    weight) or stored (what a GGUF file holds quantised stays as it is); activations are quantised,
-    too. int8 is faster everywhere, stored for few requests at a time. Default: weights as dtype
-    says."""
+    weight) or stored (what a GGUF file holds quantised stays as it is). Activations are quantised,
+    too, except for stored on AMX, which computes in bfloat16. Default: weights as dtype says; with
+    the dtype auto on AMX stored, because the answers are the same."""
 
     packed_cache: str = "auto"
     """Keep weights as they are packed in a file beside the models in the cache, so that the next

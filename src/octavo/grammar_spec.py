@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,15 @@ MAX_SOURCE_CHARS = 2**18
 
 MAX_CHOICES = 4096
 MAX_SCHEMA_DEPTH = 64
+MAX_INTERSECTED = 16
+"""Expressions that must hold together: the time to compile them grows by three with each."""
 
 BOUNDED_WHITESPACE = r"[ \n\t]{0,16}"
 """Between the parts of JSON where a caller frees it: endless blanks are valid JSON, too."""
+
+
+_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')
+"""Text and expressions of a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,7 @@ class GrammarSpec:
         A `format` is a form of text: a date may be 29 February in any year.
         """
         _refuse_extensions(schema, 0)
+        _refuse_intersections(schema)
         given = {} if schema is True else schema
         if not isinstance(given, Mapping):
             raise RequestError("the JSON schema must be an object", param="schema")
@@ -67,6 +75,9 @@ class GrammarSpec:
     @classmethod
     def lark(cls, grammar: str) -> GrammarSpec:
         """A context-free grammar: Lark, or GBNF as llama.cpp writes it."""
+        if isinstance(grammar, str) and _LITERAL.sub("", grammar).count("&") > MAX_INTERSECTED:
+            text = f"the grammar intersects more than {MAX_INTERSECTED} expressions"
+            raise RequestError(text, param="grammar")
         return _checked(cls("either", grammar))
 
     @classmethod
@@ -105,6 +116,22 @@ def _refuse_extensions(schema: Any, depth: int) -> None:
         raise RequestError(text, param="schema")
     for part in _subschemas(schema):
         _refuse_extensions(part, depth + 1)
+
+
+def _refuse_intersections(schema: Any) -> None:
+    """Raises RequestError where allOf may join too many expressions; a $ref may hide which."""
+    num_members = num_expressions = 0
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            members = part.get("allOf")
+            num_members += len(members) if isinstance(members, list) else 0
+            num_expressions += ("pattern" in part) + ("format" in part)
+            left += _subschemas(part)
+    if min(num_members, num_expressions) > MAX_INTERSECTED:
+        text = f"the JSON schema has more than {MAX_INTERSECTED} patterns and members of allOf"
+        raise RequestError(text, param="schema")
 
 
 def _subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from beds.core_bed import CoreBed, alone
 from beds.tape_model import TapeRow
@@ -231,6 +233,27 @@ def test_freed_blocks_serve_the_next_request_at_once() -> None:
     assert held == [0, 1]
     assert bed.requests[d].block_ids == [0, 1, 4, 5]
     bed.run()
+
+
+@given(order=st.permutations(range(5)), num_ended=st.integers(1, 5))
+def test_blocks_freed_in_any_order_serve_the_next_request_at_once(
+    order: list[int], num_ended: int
+) -> None:
+    """R31: whoever ends, and in whichever order, all that they held is one request's next step."""
+    bed = CoreBed(num_blocks=10, enable_prefix_caching=False)
+    ids = [bed.add(prompt(7, i), 8) for i in range(5)]
+    bed.step()
+    freed = [block_id for i in order[:num_ended] for block_id in bed.requests[ids[i]].block_ids]
+    assert len(freed) == 2 * num_ended
+    for i in order[:num_ended]:
+        bed.scheduler.finish(ids[i], "abort")
+    new = bed.add(prompt(4 * len(freed), 9), 1)
+    plan = bed.scheduler.schedule()
+    (start,) = plan.starts
+    assert start.request_id == new
+    (entry,) = [entry for entry in plan.scheduled if entry.row == start.row]
+    assert sorted(entry.new_block_ids) == sorted(freed)
+    assert len(plan.scheduled) == 6 - num_ended, "and nobody yielded to it"
 
 
 def test_blocks_are_taken_on_demand() -> None:

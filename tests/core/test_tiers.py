@@ -304,7 +304,7 @@ def test_each_tier_has_its_own_rate() -> None:
 
 
 def test_nobody_overtakes_a_swapped_request() -> None:
-    """C26, R106: 50 requests, n = 4, 32 blocks: while somebody is swapped, nobody who came later
+    """R106, C26: 50 requests, n = 4, 32 blocks: while somebody is swapped, nobody who came later
     starts; the tier is bounded, and all 200 answers come."""
     bed = CoreBed(
         num_blocks=32,

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from beds.engine_bed import EngineBed, tokens
+from octavo.engine.metrics import Metrics
 from octavo.errors import RequestError, RequestTooLarge
 from octavo.messages import SchedulerOutput
 
@@ -188,6 +189,7 @@ def test_no_gauge_is_negative_while_the_engine_moves_blocks() -> None:
     """C67: a scrape may come between two counts of one snapshot."""
     bed = EngineBed()
     between = bed.scheduler.stats()._replace(num_free_blocks=40, num_cached_blocks=30)
+    bed.metrics = Metrics("tape")
     bed.metrics.watch(lambda: between)
     assert bed.metric("vllm:kv_cache_usage_perc") == 0
 

@@ -348,6 +348,32 @@ ATTACKS: dict[str, Callable[[], GrammarSpec]] = {
 }
 
 
+MANY = {f"d{i}": {"type": "string", "pattern": f"^(.*a){{{i}}}.*$"} for i in range(3, 40)}
+REFERENCES = [{"$ref": f"#/$defs/{name}"} for name in MANY]
+EXPRESSIONS = " & ".join(f"/(.*a){{{i}}}.*/" for i in range(3, 40))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GrammarSpec.json({"allOf": list(MANY.values())}),
+        lambda: GrammarSpec.json({"$defs": MANY, "allOf": REFERENCES}),
+        lambda: GrammarSpec.json({"$defs": MANY, "items": {"anyOf": [{"allOf": REFERENCES}]}}),
+        lambda: GrammarSpec.lark(f"start: X\nX: {EXPRESSIONS}"),
+    ],
+)
+def test_expressions_that_must_hold_together_are_few(make: Callable[[], GrammarSpec]) -> None:
+    """C98: to see whether anything matches all of them takes hours, and no limit ends it."""
+    with pytest.raises(RequestError, match="more than 16"):
+        make()
+
+
+def test_many_patterns_side_by_side_are_no_intersection() -> None:
+    GrammarSpec.json({"type": "object", "properties": MANY})
+    GrammarSpec.json({"allOf": [{"type": "object"}] * 40, "properties": {"a": {"format": "date"}}})
+    GrammarSpec.lark('start: ("a&b&c" | /&&&&&&&&&&&&&&&&&&&&&/)\n')
+
+
 LONG: dict[str, str] = {
     "letters": "a{5000}",
     "nested": "(ab{9}){1000}",

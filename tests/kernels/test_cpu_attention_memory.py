@@ -53,8 +53,8 @@ print(attend(rows, keys))
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 @pytest.mark.parametrize("rows", [1, ROWS])
 def test_no_score_matrix_at_16k_tokens(case: tuple[str, str], rows: int) -> None:
-    """A decode and the last chunk of a prompt of 16,384 tokens: what a fresh process needs more
-    than for a short one stays below what the scores of a single head of the chunk would take."""
+    """R47: a decode and the last chunk of a prompt of 16,384 tokens: what a fresh process needs
+    more than for a short one stays below what the scores of one head of the chunk would take."""
     level, dtype = case
     command = [sys.executable, "-c", PROBE, level, dtype, str(rows), str(KEYS), str(HEADS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

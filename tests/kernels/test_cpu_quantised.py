@@ -1,8 +1,9 @@
 """Weights that stay quantised in memory: every format, on every level, against its definition.
 
 Activations are quantised per 32 values of a row and the weights' own int8 or nibbles multiplied as
-integers; Q6_K, with two scales over 32 values, becomes bfloat16 panels just before their use. int8
-has one scale a row of weights; on AMX a row of activations becomes two int8 parts with one scale.
+integers; Q6_K, with two scales over 32 values, becomes bfloat16 panels just before their use. On
+AMX all formats do. int8 has one scale a row of weights; on AMX a row of activations becomes two
+int8 parts with one scale.
 """
 
 from __future__ import annotations
@@ -72,6 +73,18 @@ def activations(rows: int, k: int, ops: CpuKernels, seed: int) -> Array:
     return np.random.default_rng(seed + 1).standard_normal((rows, k), np.float32).astype(ops.dtype)
 
 
+def assert_rows_alone(ops: CpuKernels, x: Array, weight: Linear | None, quantization: str) -> None:
+    """Each row of a product, any number of them together, and any threads: the same bits."""
+    rows, whole = len(x), product(ops, x, weight, np.float32)
+    for row in {0, rows // 2, rows - 1}:
+        assert bits(product(ops, x[row : row + 1], weight, np.float32)) == bits(whole[row])
+    cut = rows // 3
+    assert bits(product(ops, x[cut:], weight, np.float32)) == bits(whole[cut:])
+    for threads in (1, 3):
+        other = make_kernels(threads=threads, isa=ops.isa, quantization=quantization)
+        assert bits(product(other, x, weight, np.float32)) == bits(whole)
+
+
 def as_int8_sees(x: Array) -> Array:
     """Activations after quantisation, in float64: by its definition."""
     rows, k = x.shape
@@ -96,7 +109,7 @@ def as_parts_see(x: Array) -> Array:
 
 def want(x: Array, weight: Array, kind: str, ops: CpuKernels) -> Array:
     """The product in float64, of what the kernels multiply."""
-    if kind == "Q6_K":
+    if kind == "Q6_K" or ops.isa == "amx":
         return exact(x) @ rounded(weight, ops.dtype).T
     return as_int8_sees(x) @ exact(weight).T
 
@@ -107,7 +120,10 @@ def want(x: Array, weight: Array, kind: str, ops: CpuKernels) -> Array:
 def test_products_and_embedding_of_a_stored_weight(
     level: str, rows: int, n: int, blocks: int, kind: str, seed: int
 ) -> None:
-    """Law: float32 sums of exact integer dot products; the embedding reads the same cells."""
+    """Law: float32 sums of exact integer dot products; the embedding reads the same cells.
+
+    On AMX both read them as bfloat16.
+    """
     ops = make_kernels(threads=2, isa=level, quantization="stored")
     k = blocks * KINDS[kind].block_size
     stored = random_rows(kind, n, k, seed)
@@ -120,7 +136,8 @@ def test_products_and_embedding_of_a_stored_weight(
         assert_close(product(ops, x, kept, out_dtype), wanted, tolerance(out_dtype))
     looked_up = poisoned((n, k), np.float32)
     ops.embedding(np.arange(n, dtype=np.int32)[::-1].copy(), kept, looked_up)
-    assert bits(looked_up) == bits(weight[::-1])
+    read = weight.astype(ops.dtype).astype(np.float32) if level == "amx" else weight
+    assert bits(looked_up) == bits(read[::-1])
 
 
 @levels
@@ -133,6 +150,20 @@ def test_every_format_on_every_level(level: str, kind: str) -> None:
     x = activations(45, 768, ops, 7)
     wanted = want(x, dequantised(stored, 768), kind, ops)
     assert_close(product(ops, x, kept, np.float32), wanted, 2e-5)
+
+
+@levels
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_format_that_is_decoded_has_the_bits_of_bfloat16(level: str, kind: str) -> None:
+    """Law: on AMX, and for Q6_K everywhere, keeping a format saves memory and changes no answer."""
+    ops = make_kernels(threads=2, isa=level, quantization="stored")
+    widened = make_kernels(threads=2, isa=level)
+    for rows, n, k in ((1, 33, 256), (16, 70, 512), (45, 140, 768), (70, 100, 256), (200, 64, 512)):
+        stored = random_rows(kind, n, k, rows)
+        x = activations(rows, k, ops, rows)
+        kept = product(ops, x, ops.pack_stored([stored], k), np.float32)
+        plain = product(widened, x, widened.pack_linear(dequantised(stored, k)), np.float32)
+        assert (bits(kept) == bits(plain)) == (kind == "Q6_K" or level == "amx")
 
 
 @levels
@@ -150,14 +181,14 @@ def test_the_largest_quants_do_not_overflow(level: str) -> None:
 
 @levels
 def test_what_is_no_number_stays_in_its_row(level: str) -> None:
-    """A NaN or infinite activation makes its own row NaN, so that the fault shows, and no other."""
+    """A NaN or infinite activation spoils its own row, so that the fault shows, and no other."""
     ops = make_kernels(threads=2, isa=level, quantization="stored")
     weight = ops.pack_stored([random_rows("Q4_1", 40, 64, 0)], 64)
     x = activations(20, 64, ops, 0)
     whole = product(ops, x, weight, np.float32)
     x[3, 40], x[7, 0] = np.nan, np.inf
     faulty = product(ops, x, weight, np.float32)
-    assert np.isnan(faulty[[3, 7]]).all()
+    assert not np.isfinite(faulty[[3, 7]]).any()
     others = [row for row in range(20) if row not in (3, 7)]
     assert bits(faulty[others]) == bits(whole[others])
 
@@ -199,14 +230,7 @@ def test_a_row_of_an_int8_product_is_the_same_alone(
     ops = make_kernels(threads=2, isa=level, quantization="int8")
     weight = ops.pack_linear(np.random.default_rng(seed).standard_normal((n, k), np.float32))
     x = activations(rows, k, ops, seed)
-    whole = product(ops, x, weight, np.float32)
-    for row in {0, rows // 2, rows - 1}:
-        assert bits(product(ops, x[row : row + 1], weight, np.float32)) == bits(whole[row])
-    cut = rows // 3
-    assert bits(product(ops, x[cut:], weight, np.float32)) == bits(whole[cut:])
-    for threads in (1, 3):
-        other = make_kernels(threads=threads, isa=level, quantization="int8")
-        assert bits(product(other, x, weight, np.float32)) == bits(whole)
+    assert_rows_alone(ops, x, weight, "int8")
 
 
 @levels
@@ -273,14 +297,7 @@ def test_a_row_of_a_quantised_product_is_the_same_alone(
     k = blocks * KINDS[kind].block_size
     weight = ops.pack_stored([random_rows(kind, n, k, seed)], k)
     x = activations(rows, k, ops, seed)
-    whole = product(ops, x, weight, np.float32)
-    for row in {0, rows // 2, rows - 1}:
-        assert bits(product(ops, x[row : row + 1], weight, np.float32)) == bits(whole[row])
-    cut = rows // 3
-    assert bits(product(ops, x[cut:], weight, np.float32)) == bits(whole[cut:])
-    for threads in (1, 3):
-        other = make_kernels(threads=threads, isa=level, quantization="stored")
-        assert bits(product(other, x, weight, np.float32)) == bits(whole)
+    assert_rows_alone(ops, x, weight, "stored")
 
 
 @levels
@@ -323,6 +340,22 @@ def test_quantised_doors() -> None:
     for refused in ({"quantization": "int4"}, {"quantization": "int8", "dtype": "float32"}):
         with pytest.raises(ConfigError, match="int8"):
             make_kernels(**refused)
-    assert make_kernels().stored_kinds == frozenset()
-    assert make_kernels(quantization="int8").stored_kinds == frozenset()
+    decoded = {*KINDS, "F32", "F16", "BF16"}
+    assert make_kernels().stored_kinds == decoded
+    assert make_kernels(quantization="int8").stored_kinds == decoded
     assert make_kernels(quantization="stored").stored_kinds == frozenset(KINDS)
+    with pytest.raises(ValueError, match="plain numbers"):
+        ops.pack_stored([StoredRows("F16", random_rows("Q4_1", 4, 64, 0).rows[:, :32])], 16)
+
+
+@levels
+def test_formats_are_kept_by_default_where_that_changes_no_answer(level: str) -> None:
+    """On AMX; with a dtype that is asked for, weights are widened to it everywhere."""
+    part = random_rows("Q4_1", 64, 256, 0)
+    sizes = []
+    for asked in ({}, {"dtype": "bfloat16"}, {"quantization": "stored"}):
+        packed = make_kernels(isa=level, **asked).pack_stored([part], 256)
+        assert packed is not None
+        sizes.append(packed.nbytes)
+    assert sizes[1:] == [64 * 256 * 2, 64 * 256 * 5 // 8]
+    assert sizes[0] == sizes[2 if level == "amx" else 1]

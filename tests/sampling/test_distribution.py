@@ -48,8 +48,8 @@ TRUNCATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "penalties": (
         {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2,
          "dry": {"allowed_length": 1}, "logit_bias": {4: 0.8}},
-        {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.4,
-         "dry": {"allowed_length": 1}, "logit_bias": {4: 0.8}},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2,
+         "dry": {"allowed_length": 1}, "logit_bias": {4: 2.0}},
     ),
 }  # fmt: skip
 PLUG_INS = ("dry", "typical", "xtc")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,7 +30,7 @@ def make(num_ram: int, num_file: int, folder: Path) -> Tiers:
     config = CacheConfig(
         ram_tier_memory=num_ram * pool.block_nbytes,
         file_tier_memory=num_file * pool.block_nbytes,
-        file_tier_dir=str(folder),
+        file_tier_dir=str(folder) if num_file else None,
     )
     return Tiers(config, pool)
 
@@ -165,6 +166,19 @@ def test_what_is_made_of_lost_blocks_is_lost(tmp_path: Path) -> None:
     )
     assert lost == {3, 4, 5}
     assert first(tiers, 2) == 1
+
+
+@pytest.mark.parametrize("fault", [lambda *_: 3, OSError("input/output error")])
+def test_a_block_that_is_not_read_whole_is_lost(
+    fault: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of it, or nothing: never half a block for a whole one."""
+    tiers = make(0, 1, tmp_path)
+    tiers.move([Transfer("store", 0, 0)])
+    monkeypatch.setattr("octavo.worker.tiers.os.preadv", mock.Mock(side_effect=fault))
+    assert tiers.move([Transfer("load", 0, 1)])[0] == {1}
+    monkeypatch.undo()
+    assert tiers.move([Transfer("load", 0, 1)])[0] == set()
 
 
 LIMITED = """

@@ -9,18 +9,6 @@ from .event_log import EventLog, Reason
 class Journal:
     """Counters since the start (see SchedulerStats), and events with their reasons."""
 
-    __slots__ = (
-        "event_log",
-        "hits_tokens",
-        "num_dropped",
-        "num_preemptions",
-        "queries_tokens",
-        "recomputed_tokens",
-        "starved",
-        "steps",
-        "waiting_for",
-    )
-
     def __init__(self, event_log: EventLog) -> None:
         self.event_log = event_log
         self.waiting_for: dict[int, Reason] = {}

@@ -90,14 +90,6 @@ def choose_victims(
     return victims
 
 
-class PreemptionMode(Protocol):
-    """What happens to the K/V of a preempted request. Made from (settings, measured rates)."""
-
-    def preempt(self, request: Request, kv: KVCacheManager) -> None:
-        """Make all blocks of `request` available; it keeps its tokens."""
-        ...
-
-
 class Recompute:
     """`recompute`: dropped, and computed again from prompt and generated tokens (R96, R99).
 
@@ -115,6 +107,7 @@ class Recompute:
         return self._rates.recompute_us(num_lost)
 
     def preempt(self, request: Request, kv: KVCacheManager) -> None:
+        """Make all blocks of `request` available; it keeps its tokens."""
         kv.free(request)
         request.num_computed_tokens = 0
 

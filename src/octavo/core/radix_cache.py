@@ -15,6 +15,7 @@ one for each block that `insert` adopts and drop it for each block or slot that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -27,38 +28,24 @@ MAX_TAIL_CANDIDATES = 64
 """Children that are looked at for a prompt that parts from all of them inside a block."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """An edge into the tree: `token_ids` of whole blocks, whose K/V are in `block_ids`."""
 
-    __slots__ = (
-        "block_ids",
-        "children",
-        "in_tier",
-        "last_used",
-        "node_id",
-        "num_resident",
-        "parent",
-        "pins",
-        "token_ids",
-    )
-
-    def __init__(
-        self, node_id: int, parent: Node | None, token_ids: tuple[int, ...], block_ids: list[int]
-    ) -> None:
-        self.node_id = node_id
-        self.parent = parent
-        """None for a root, and for a node that left the tree."""
-        self.token_ids = token_ids
-        self.block_ids = block_ids
-        """Slots, if the node is in the tier."""
-        self.in_tier = False
-        self.num_resident = 0
-        """Children that are not in the tier."""
-        self.children: dict[BlockTokens, Node] = {}
-        """By the tokens of their first block."""
-        self.pins = 0
-        """Live requests whose path ends here or below."""
-        self.last_used = 0
+    node_id: int
+    parent: Node | None
+    """None for a root, and for a node that left the tree."""
+    token_ids: tuple[int, ...]
+    block_ids: list[int]
+    """Slots, if the node is in the tier."""
+    in_tier: bool = False
+    num_resident: int = 0
+    """Children that are not in the tier."""
+    children: dict[BlockTokens, Node] = field(default_factory=dict)
+    """By the tokens of their first block."""
+    pins: int = 0
+    """Live requests whose path ends here or below."""
+    last_used: int = 0
 
 
 class Tail(NamedTuple):

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -201,12 +201,12 @@ class AsyncLLM:
         if self._thread.is_alive():
             self._commands.put(lambda: self._end_all(SHUTTING_DOWN))
             self._thread.join()
-        self._compilers.shutdown(cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._engine.core.close(healthy=self._dead is None)
 
     def _expire(self, request_id: int) -> None:
         message = f"the grammar is too complex: it took longer than {COMPILE_SECONDS:g} s"
-        self._commands.put(lambda: self._refuse(request_id, message))
+        self._commands.put(lambda: self._drop(request_id, error=message, refused=True))
 
     def _check_crash(self) -> None:
         if self._dead is not None:
@@ -271,10 +271,9 @@ class AsyncLLM:
         except Exception as fault:
             for request in requests:
                 self._engine.core.queue.leave(request.request_id)
-            return [
-                StreamEvent(stream.request_id, index, "", (), (), "error", None, str(fault))
-                for index in range(len(requests))
-            ]
+            refused = isinstance(fault, RequestError)
+            indexes = range(len(requests))
+            return _ended(stream.request_id, indexes, error=str(fault), refused=refused)
         return []
 
     def _hold(
@@ -286,7 +285,7 @@ class AsyncLLM:
         self._open[request_id] = set(range(len(requests)))
         self._compiling[request_id] = Pending(stream, requests, compiled)
         if self._dead is not None:
-            return self._drop(request_id, "error", self._dead)
+            return self._drop(request_id, error=self._dead)
         event_log = self._engine.core.scheduler.event_log
         event_log.record(Reason.GRAMMAR_PENDING, request_id)
         compiled.add_done_callback(lambda _: self._commands.put(lambda: self._release(request_id)))
@@ -299,16 +298,11 @@ class AsyncLLM:
             return []
         fault = pending.compiled.exception()
         if isinstance(fault, RequestError):
-            return self._refuse(request_id, str(fault))
+            return self._drop(request_id, error=str(fault), refused=True)
         del self._compiling[request_id]
         return self._add(pending.stream, pending.requests)
 
-    def _refuse(self, request_id: int, message: str) -> list[StreamEvent]:
-        return self._drop(request_id, "error", message, refused=True)
-
-    def _drop(
-        self, request_id: int, reason: str, message: str | None = None, *, refused: bool = False
-    ) -> list[StreamEvent]:
+    def _drop(self, request_id: int, **end: Any) -> list[StreamEvent]:
         """End a request whose grammar is not compiled; nothing happens to any other."""
         pending = self._compiling.pop(request_id, None)
         if pending is None:
@@ -316,19 +310,16 @@ class AsyncLLM:
         pending.compiled.cancel()
         for request in pending.requests:
             self._engine.core.queue.leave(request.request_id)
-        return [
-            StreamEvent(request_id, i, "", (), finish_reason=reason, error=message, refused=refused)
-            for i in range(len(pending.requests))
-        ]
+        return _ended(request_id, range(len(pending.requests)), **end)
 
     def _abort(self, request_ids: list[int]) -> list[StreamEvent]:
-        events = [event for i in request_ids for event in self._drop(i, "abort")]
+        events = [event for i in request_ids for event in self._drop(i, finish_reason="abort")]
         ended = (self._engine.core.end(request_id, "abort") for request_id in request_ids)
         return events + [event for event in ended if event is not None]
 
     def _end_all(self, message: str) -> list[StreamEvent]:
         core = self._engine.core
-        dropped = [e for i in list(self._compiling) for e in self._drop(i, "error", message)]
+        dropped = [e for i in list(self._compiling) for e in self._drop(i, error=message)]
         events = [core.end(number, "error", message) for number in list(core.outputs.answers)]
         return dropped + [event for event in events if event is not None]
 
@@ -336,9 +327,9 @@ class AsyncLLM:
         """The last events after a crash. Nothing of the core is asked: what broke may break again,
         and events of the step that broke were lost on their way."""
         return [
-            StreamEvent(request_id, index, "", (), (), "error", None, message)
+            event
             for request_id, indexes in self._open.items()
-            for index in sorted(indexes)
+            for event in _ended(request_id, sorted(indexes), error=message)
         ]
 
     def _deliver(self, events: list[StreamEvent]) -> None:
@@ -357,6 +348,14 @@ class AsyncLLM:
             except RuntimeError:  # The loop is closed: nobody reads these streams any more.
                 for stream, _ in deliveries:
                     stream.abort()
+
+
+def _ended(request_id: int, indexes: Iterable[int], **end: Any) -> list[StreamEvent]:
+    """The last events of these answers, whose text was all sent; by an error unless `end`, fields
+    of StreamEvent, says otherwise."""
+    return [
+        StreamEvent(request_id, i, "", (), **{"finish_reason": "error", **end}) for i in indexes
+    ]
 
 
 def _put_all(deliveries: list[tuple[AnswerStream, StreamEvent]]) -> None:

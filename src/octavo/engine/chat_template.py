@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from .chat_messages import Placeholders, normalise_messages, strings_in
 from .chat_sandbox import ChatEnvironment, render_on_budget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import jinja2
 
@@ -51,6 +52,8 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             message = "continue_final_message needs add_generation_prompt to be false"
             raise RequestError(message, param="continue_final_message")
+        if not isinstance(template_kwargs, Mapping | None):
+            raise RequestError("template_kwargs must be a mapping", param="template_kwargs")
         if clash := set(RESERVED) & set(template_kwargs or ()):
             message = f"{sorted(clash)} can't be set: the template gets them from the request"
             raise RequestError(message, param="chat_template_kwargs")

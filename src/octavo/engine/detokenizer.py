@@ -28,16 +28,6 @@ class Run(NamedTuple):
 class Detokenizer:
     """Incremental form of Tokenizer.decode: the texts of all runs, joined, equal it exactly."""
 
-    __slots__ = (
-        "_carried",
-        "_decoder",
-        "_pieces",
-        "_previous",
-        "_skip_special",
-        "_text",
-        "_tokens",
-    )
-
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokens = tokenizer
         self._skip_special = skip_special_tokens

@@ -5,7 +5,7 @@ Pure: it reads limits, never state, so callers may use it from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ..checkpoint import GenerationDefaults
@@ -52,18 +52,15 @@ class InputProcessor:
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt. Raises RequestError for empty prompts and ids out of range."""
-        if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode(prompt)
-            if not token_ids:
-                raise RequestError("the prompt is empty: give at least one token", param="prompt")
-            return token_ids
-        if not prompt:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not token_ids:
             raise RequestError("the prompt is empty: give at least one token", param="prompt")
-        for token_id in prompt:
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise RequestError(f"{token_id!r} is no token id", param="prompt")
-        self._check_ids(min(prompt), max(prompt), "prompt")
-        return list(prompt)
+        if not isinstance(prompt, str):
+            for token_id in token_ids:
+                if not isinstance(token_id, int) or isinstance(token_id, bool):
+                    raise RequestError(f"{token_id!r} is no token id", param="prompt")
+            self._check_ids(token_ids, "prompt")
+        return token_ids
 
     def requests(
         self,
@@ -131,17 +128,13 @@ class InputProcessor:
             text = "max_tokens is 0: nothing to generate; only prompt_logprobs may go with that"
             raise RequestError(text, param="max_tokens")
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-            ids = getattr(params, name)
-            if ids:
-                self._check_ids(min(ids), max(ids), name)
-        for sequence in params.bad_words_token_ids:
-            self._check_ids(min(sequence), max(sequence), "bad_words_token_ids")
-        if params.logit_bias:
-            ids = [token_id for token_id, _ in params.logit_bias]
-            self._check_ids(min(ids), max(ids), "logit_bias")
+            self._check_ids(getattr(params, name) or (), name)
+        for ids in params.bad_words_token_ids:
+            self._check_ids(ids, "bad_words_token_ids")
+        self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias")
 
-    def _check_ids(self, lowest: int, highest: int, param: str) -> None:
-        if lowest < 0 or highest >= self.vocab_size:
-            wrong = lowest if lowest < 0 else highest
+    def _check_ids(self, token_ids: Collection[int], param: str) -> None:
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.vocab_size):
+            wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
             message = f"{param}: token id {wrong} is outside 0 to {self.vocab_size - 1}"
             raise RequestError(message, param=param)

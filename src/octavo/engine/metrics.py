@@ -42,7 +42,6 @@ class Metrics:
         self._prometheus = prometheus_client
         self.registry = prometheus_client.CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
-        self._stats: Callable[[], SchedulerStats] | None = None
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self.corrupted_requests = self._counter(
@@ -82,25 +81,10 @@ class Metrics:
         self._generation_lengths = self._histogram(
             "request_generation_tokens", "Generated tokens, by request", LENGTH_BUCKETS
         )
-        self.registry.register(_SchedulerCollector(self))
 
     def watch(self, stats: Callable[[], SchedulerStats]) -> None:
         """Read the scheduler's own counts from `stats` at each scrape."""
-        self._stats = stats
-
-    def stats(self) -> SchedulerStats | None:
-        """The scheduler's counts now; None before an engine watches."""
-        return None if self._stats is None else self._stats()
-
-    @property
-    def num_running(self) -> int:
-        stats = self.stats()
-        return 0 if stats is None else stats.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        stats = self.stats()
-        return 0 if stats is None else stats.num_waiting
+        self.registry.register(_SchedulerCollector(stats, self.labels))
 
     def stepped(self, num_scheduled_tokens: int, num_faults: int) -> None:
         """Note a step."""
@@ -114,10 +98,11 @@ class Metrics:
         self._prompt_lengths.observe(answer.request.num_prompt_tokens)
         self._generation_lengths.observe(answer.text.num_tokens)
         times = self._request_times
-        times["e2e_request_latency"].observe(now - answer.arrival_time)
+        arrival_time = answer.request.arrival_time
+        times["e2e_request_latency"].observe(now - arrival_time)
         if answer.scheduled_time is None:
             return
-        times["request_queue_time"].observe(answer.scheduled_time - answer.arrival_time)
+        times["request_queue_time"].observe(answer.scheduled_time - arrival_time)
         if answer.first_token_time is None or answer.last_token_time is None:
             return
         decode_time = answer.last_token_time - answer.first_token_time
@@ -153,15 +138,14 @@ class Unwatched:
 class _SchedulerCollector:
     """Yields what the scheduler counts, at scrape time."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
+    def __init__(self, stats: Callable[[], SchedulerStats], labels: dict[str, str]) -> None:
+        self._stats = stats
+        self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        stats = self.metrics.stats()
-        if stats is None:
-            return
+        stats = self._stats()
         # The engine's thread may be between two of these counts: a gauge is never negative (C67).
         used = max(0, stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks)
         used_share = used / stats.num_blocks
@@ -178,9 +162,8 @@ class _SchedulerCollector:
             ("octavo:recomputed_tokens", recomputed, stats.recomputed_tokens),
             ("octavo:steps", "Engine steps", stats.steps),
         )
-        labels = self.metrics.labels
         for kind, family in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, doc, value in family:
-                metric = kind(name, doc, labels=list(labels))
-                metric.add_metric(list(labels.values()), value)
+                metric = kind(name, doc, labels=list(self._labels))
+                metric.add_metric(list(self._labels.values()), value)
                 yield metric

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from ..messages import NewRequest, TokenEvent
 from ..outputs import Logprob, StreamEvent
@@ -19,32 +20,19 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger("octavo")
 
 
+@dataclass(slots=True, eq=False)
 class Answer:
     """One answer in the making: its request, its text so far, its times (seconds)."""
 
-    __slots__ = (
-        "arrival_time",
-        "first_token_time",
-        "index",
-        "last_token_time",
-        "parent_id",
-        "request",
-        "scheduled_time",
-        "scored",
-        "text",
-    )
-
-    def __init__(self, request: Request, parent_id: int, index: int, tokenizer: Tokenizer) -> None:
-        self.request = request
-        self.parent_id = parent_id
-        self.index = index
-        self.text = TextStream(tokenizer, request.params)
-        self.scored = False
-        """Whether its prompt logprobs were sent."""
-        self.arrival_time = request.arrival_time
-        self.scheduled_time: float | None = None
-        self.first_token_time: float | None = None
-        self.last_token_time: float | None = None
+    request: Request
+    parent_id: int
+    index: int
+    text: TextStream
+    scored: bool = False
+    """Whether its prompt logprobs were sent."""
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
 
 
 class OutputProcessor:
@@ -67,7 +55,8 @@ class OutputProcessor:
         """Start the answers to one prompt."""
         parent_id = requests[0].request_id
         for index, request in enumerate(requests):
-            self.answers[request.request_id] = Answer(request, parent_id, index, self.tokenizer)
+            text = TextStream(self.tokenizer, request.params)
+            self.answers[request.request_id] = Answer(request, parent_id, index, text)
         self.metrics.prompt_tokens.inc(requests[0].num_prompt_tokens)
 
     def started(self, starts: Iterable[NewRequest]) -> None:
@@ -151,7 +140,7 @@ class OutputProcessor:
             return
         if answer.first_token_time is None:
             answer.first_token_time = now
-            self.metrics.time_to_first_token.observe(now - answer.arrival_time)
+            self.metrics.time_to_first_token.observe(now - answer.request.arrival_time)
         elif answer.last_token_time is not None:
             self.metrics.inter_token_latency.observe(now - answer.last_token_time)
         answer.last_token_time = now

@@ -7,7 +7,6 @@ given plain text: what a user wrote can never become one of them (C100).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from ..errors import ModelLoadError, RequestError
 from .vocabulary import SPACE_MARK, ControlToken, Vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ..checkpoint import TokenizerSpec
     from .chat_messages import Placeholders
@@ -99,72 +98,38 @@ class Tokenizer:
         return self._template_from(self._chat_template_source)
 
     def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[int]:
         """Token ids of a chat, with exactly one BOS where the model wants one.
 
-        Control tokens come from the template alone; in messages they stay text. Raises
-        RequestError for messages that are malformed or that the template refuses.
+        Control tokens come from the template alone; in messages they stay text. `options` are
+        chat_template, a template instead of the model's own, and those of ChatTemplate.render.
+        Raises RequestError for messages that are malformed or that the template refuses.
         """
-        text, placeholders = self._render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            template_kwargs=template_kwargs,
-        )
+        text, placeholders = self._render(messages, **options)
         return self._with_bos(self._encode(text, placeholders=placeholders))
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Text that apply_chat_template encodes; in it, control tokens and text look alike."""
-        text, placeholders = self._render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            template_kwargs=template_kwargs,
-        )
+        text, placeholders = self._render(messages, **options)
         return placeholders.restore(text)
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        chat_template: str | None,
-        template_kwargs: Mapping[str, Any] | None,
+        chat_template: str | None = None,
+        **options: Any,
     ) -> tuple[str, Placeholders]:
         if not isinstance(chat_template, str | None):
             raise RequestError("chat_template must be text", param="chat_template")
-        if not isinstance(template_kwargs, Mapping | None):
-            raise RequestError("template_kwargs must be a mapping", param="template_kwargs")
         template = (
             self.chat_template if chat_template is None else self._template_from(chat_template)
         )
         if template is None:
             message = "this model has no chat template: use completions, or give a chat_template"
             raise RequestError(message, param="messages")
-        return template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs or {},
-        )
+        return template.render(messages, **options)
 
     def _template_from(self, source: str) -> ChatTemplate:
         from .chat_template import ChatTemplate  # jinja2 costs 50 ms that plain prompts don't need

@@ -175,8 +175,7 @@ def _byte_level_bpe(
     merges = [tuple(line.split(" ")) for line in _array(metadata, "merges")]
     if set(map(len, merges)) - {2}:
         raise ModelLoadError("tokenizer.ggml.merges: each entry must be two tokens and one space")
-    vocab = {text: token_id for token_id, text in enumerate(tokens)}
-    native = _bpe(vocab, merges, ignore_merges=pre.ignore_merges)
+    native = _bpe(tokens, merges, ignore_merges=pre.ignore_merges)
     *first, last = pre.rules
     steps: list[Any] = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in first]
     if last == GPT2_WORDS:  # the library knows these words by heart, and is quicker at them
@@ -196,15 +195,13 @@ def _sentencepiece_bpe(
     scores = [float(score) for score in _array(metadata, "scores")]
     if len(scores) != len(tokens):
         raise ModelLoadError(f"tokenizer.ggml: {len(tokens)} tokens, but {len(scores)} scores")
-    vocab = {text: token_id for token_id, text in enumerate(tokens)}
-    byte_fallback = BYTE in types
     unk = next((text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     native = _bpe(
-        vocab,
+        tokens,
         _merges_from_scores(tokens, types, scores),
         unk_token=unk,
         fuse_unk=True,
-        byte_fallback=byte_fallback,
+        byte_fallback=BYTE in types,
     )
     steps: list[Any] = [normalizers.Prepend(SPACE_MARK)] if with_prefix else []
     native.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
@@ -229,7 +226,8 @@ def _merges_from_scores(
     return [(left, right) for _, _, left, right in found]
 
 
-def _bpe(vocab: dict[str, int], merges: list[Any], **options: Any) -> NativeTokenizer:
+def _bpe(tokens: Sequence[str], merges: list[Any], **options: Any) -> NativeTokenizer:
+    vocab = {text: token_id for token_id, text in enumerate(tokens)}
     try:
         return NativeTokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     except Exception as error:  # the library raises bare Exception

@@ -62,24 +62,6 @@ class RowState:
     after a preemption builds the same state from its tokens as it had before.
     """
 
-    __slots__ = (
-        "allowed_ids",
-        "bad_words",
-        "bias_ids",
-        "bias_values",
-        "ending_ids",
-        "mask",
-        "num_prompt_tokens",
-        "num_tokens",
-        "output_counts",
-        "params",
-        "processors",
-        "request_id",
-        "row",
-        "seed",
-        "seen_counts",
-    )
-
     def __init__(self, start: NewRequest) -> None:
         params: SamplingParams = start.params
         self.row = start.row

@@ -14,12 +14,6 @@ from ..sampling_params import SamplingParams
 class Metrics(Protocol):
     """Counters of the engine."""
 
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
     def render(self) -> bytes:
         """All metrics in Prometheus' text form."""
         ...

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..engine.chat_messages import parse_tool_calls
+from ..engine.chat_messages import ROLES, parse_tool_calls
 from ..errors import RequestError
 
 MAX_PROMPTS = 1024
 """Prompts in one request."""
 
 MAX_TOKEN_ID = 2**31 - 1
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 PROMPT_SHAPES = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 

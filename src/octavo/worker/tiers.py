@@ -25,7 +25,7 @@ logger = logging.getLogger("octavo")
 
 RAM, FILE = 0, 1
 
-MAX_ROWS = 1 << 22
+MAX_ROWS = 1 << 20
 """Of a tier, whatever its budget: lists of them cost memory, too."""
 
 

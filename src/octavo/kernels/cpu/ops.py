@@ -21,6 +21,7 @@ from .pages import describe_huge_pages
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 _BITS = np.dtype(np.uint16)
+PLAIN = frozenset({"F32", "F16", "BF16"})
 PANEL = 32
 """Output columns that lie together in a packed weight (kPanel of csrc/common.hpp)."""
 
@@ -52,13 +53,16 @@ class CpuKernels:
         quantization: str | None = None,
         packed_cache: str = "off",
     ) -> None:
-        """quantization "int8": quantise what pack_linear gets; "stored": keep a file's formats."""
+        """quantization "int8": quantise what pack_linear gets; "stored": keep a file's formats.
+
+        "auto" keeps those formats, and widens what is plain numbers.
+        """
         self.isa = level
         self.dtype: Any = dtype
         self.kv_cache_dtypes = (str(dtype), "int8")
-        self._keeps_stored = quantization == "stored"
-        plain = {"F32", "F16", "BF16"} if self._keeps_stored else set()
-        self.stored_kinds = frozenset(_native.stored_kinds()) - plain
+        self._keeps_stored = quantization in ("auto", "stored")
+        refused = PLAIN if quantization == "stored" else frozenset()
+        self.stored_kinds = frozenset(_native.stored_kinds()) - refused
         self._int8 = quantization == "int8"
         self._packed_kinds: set[str] = set()
         self._packing = (level, str(dtype), quantization)
@@ -121,8 +125,9 @@ class CpuKernels:
 
         None for formats that would be kept as they are and meet inside a panel.
         """
+        kinds = {part.kind for part in parts}
         whole = all(len(part.rows) % PANEL == 0 for part in parts[:-1])
-        if self._keeps_stored and not whole and len({part.kind for part in parts}) > 1:
+        if self._keeps_stored and not whole and len(kinds) > 1 and not kinds & PLAIN:
             return None
         return self._pack(parts, in_features)
 
@@ -130,7 +135,7 @@ class CpuKernels:
         kinds = [part.kind for part in parts]
         rows = [np.ascontiguousarray(part.rows) for part in parts]
         ops = self._native_ops()
-        if self._keeps_stored or self._int8:
+        if self._int8 or (self._keeps_stored and not PLAIN.intersection(kinds)):
             self._packed_kinds.update(["int8"] if self._int8 else kinds)
             return cast(Linear, ops.pack_stored(rows, kinds, in_features, self._int8))
         self._packed_kinds.add(str(self.dtype))
