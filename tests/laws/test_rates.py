@@ -22,7 +22,7 @@ def test_the_scheduler_knows_which_slots_are_in_ram(tmp_path: Path) -> None:
         config = CacheConfig(
             ram_tier_memory=num_ram * pool.block_nbytes,
             file_tier_memory=num_file * pool.block_nbytes,
-            file_tier_dir=str(tmp_path),
+            file_tier_dir=str(tmp_path) if num_file else None,
         )
         tiers = Tiers(config, pool)
         rates = Rates(tiers.num_slots, 64, ModelCosts(100, 1, (100.0, 1.0)))
