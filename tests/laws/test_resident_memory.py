@@ -48,7 +48,7 @@ def test_a_process_holds_weights_and_kv_and_little_more(model_file: Path, tmp_pa
             command, env=environment, capture_output=True, text=True, check=True
         ).stdout
         weights, pool, resident, report = json.loads(output)
-        assert weights > 200 << 20
+        assert weights > 80 << 20
         assert resident >= weights, "weights that are not resident are not the model"
         more = resident - weights - pool
         assert more <= MORE, f"{way}: {more >> 20} MiB more than weights and pool ({report})"
