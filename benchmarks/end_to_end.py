@@ -1,6 +1,6 @@
 """Whole runs of the engine against the floor of this machine, measured in the same process.
 
-    python benchmarks/end_to_end.py [--model M] [--quantizations none,int8] [--loads mixed,one]
+    python benchmarks/end_to_end.py [--model M] [--forms bf16,int8] [--loads mixed,one]
 
 Loads, greedy, of random ids, new ones in each repeat so that no prefix is met by chance:
 
@@ -13,8 +13,8 @@ long       one prompt of 4,096 tokens, one out; prompt tok/s
 
 The floor is that of a machine which wastes nothing: prompts at the peak rate of products in the
 caches, then one step a token, each max(FLOPs / peak, bytes of weights and K/V / bandwidth). Peak
-and bandwidth are those of `machine.measure`, for bfloat16, whatever the weights are kept in; so a
-form that needs fewer operations may pass it. Best of the repeats, as neighbours only take away.
+and bandwidth are those of `machine.measure`, for bfloat16, whatever the weights are kept in; so
+a form that needs fewer operations may pass it. Best of the repeats, as neighbours only take away.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ from octavo.weights.sources import open_checkpoint
 ORDINARY_IDS = range(1000, 40000)
 KV_BYTES = 2
 SHARED = 1000
+FORMS: dict[str, dict[str, str]] = {
+    "bf16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "stored": {"quantization": "stored"},
+}
+"""How the weights are kept: settings, by name."""
 
 
 class Asked(NamedTuple):
@@ -156,15 +162,14 @@ def rate(llm: LLM, load: Load) -> float:
 
 
 def measured(
-    model: str, quantization: str, names: Sequence[str], repeats: int
+    model: str, form: str, names: Sequence[str], repeats: int
 ) -> Iterator[tuple[str, Load, float, int]]:
     """Each load's name, requests, best tok/s, and the bytes of the weights."""
     for caching in (True, False):
         todo = [name for name in names if make_load(name, 0).caching is caching]
         if not todo:
             continue
-        kept = None if quantization == "none" else quantization
-        llm = LLM(model, quantization=kept, enable_prefix_caching=caching)
+        llm = LLM(model, enable_prefix_caching=caching, **FORMS[form])
         report = llm._engine.core.executor.describe()
         weight_bytes = int(report["weights"].split()[0].replace(",", "")) << 20
         for name in todo:
@@ -173,13 +178,13 @@ def measured(
         llm.close()
 
 
-def show(ops: CpuKernels, args: argparse.Namespace, quantization: str) -> None:
+def show(ops: CpuKernels, args: argparse.Namespace, form: str) -> None:
     config = open_checkpoint(args.model, progress=False).config
     before = measure(ops)
-    rows = list(measured(args.model, quantization, args.loads.split(","), args.repeats))
+    rows = list(measured(args.model, form, args.loads.split(","), args.repeats))
     after = measure(ops)
     speed = Speed(max(before.flops, after.flops), max(before.bytes, after.bytes))
-    print(f"\n{args.model}, quantization {quantization}, weights {rows[0][3] / 1e6:,.0f} MB; peak "
+    print(f"\n{args.model}, {form}, weights {rows[0][3] / 1e6:,.0f} MB; peak "
           f"{speed.flops / 1e9:,.0f} GFLOP/s, bandwidth {speed.bytes / 1e9:.1f} GB/s")  # fmt: skip
     print(f"  {'load':>8} {'floor tok/s':>12} {'tok/s':>9} {'of floor':>9}")
     for name, load, best, weight_bytes in rows:
@@ -190,13 +195,13 @@ def show(ops: CpuKernels, args: argparse.Namespace, quantization: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--quantizations", default="none,int8,stored")
+    parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--loads", default="mixed,shared,alone,one,prefill,long")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     ops = make_kernels(threads=available_cpus(), dtype="bfloat16")
-    for quantization in args.quantizations.split(","):
-        show(ops, args, quantization)
+    for form in args.forms.split(","):
+        show(ops, args, form)
 
 
 if __name__ == "__main__":
