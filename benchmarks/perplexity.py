@@ -1,11 +1,12 @@
 """Perplexity of a fixed text by how the weights are kept, next to the same weights in float32.
 
-    python benchmarks/perplexity.py [MODEL] [--formats Q8_0,Q4_0,Q5_0]
+    python benchmarks/perplexity.py [MODEL] [--formats Q8_0,Q4_0,Q4_K] [--isa LEVEL]
 
 The text is perplexity.txt, in windows of 1,024 tokens that are each predicted from their own start.
 float32 is the model's weights dequantised. Each format named with --formats is made from those
-weights by the gguf package (of the development packages), and compared with its own dequantised
-float32 values; int8 with bfloat16.
+weights by the gguf package (of the development packages) or k_quants.py, and compared with its own
+dequantised float32 values; int8 with bfloat16. Where rows aren't whole blocks of 256, Q4_K becomes
+Q5_0, Q5_K becomes Q5_1 and Q6_K becomes Q8_0, and the embedding Q8_0, as in model files.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from k_quants import quantise_k
 
 from octavo.checkpoint import Checkpoint, StoredRows, Weights
 from octavo.engine.tokenizer import Tokenizer
@@ -27,24 +29,30 @@ from octavo.weights.sources import open_checkpoint
 TEXT = Path(__file__).with_suffix(".txt")
 WINDOW = 1024
 BLOCK_SIZE = 16
+EMBEDDING = "model.embed_tokens.weight"
+
+
+# Of rows that are no whole number of blocks.
+INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 class Requantised:
     """The Weights protocol over other weights, with every linear one brought to one format."""
 
-    def __init__(self, weights: Weights, kind: str) -> None:
+    def __init__(self, weights: Weights, kind: str, embedding: str) -> None:
         self._weights = weights
         self._kind = kind
-        self.names, self.shape = weights.names, weights.shape
+        self._embedding = embedding
+        self.names, self.shape, self.release = weights.names, weights.shape, weights.release
 
     def load(self, name: str, *, out: Array | None = None) -> Array:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        stored = self.load_stored(name, frozenset({self._kind}))
+        stored = self.load_stored(name, frozenset({self._kind_of(name)}))
         if stored is None:
             return self._weights.load(name, out=out)
-        values = dequantize(stored.rows, GGMLQuantizationType[self._kind])
+        values = dequantize(stored.rows, GGMLQuantizationType[stored.kind])
         out = np.empty(self.shape(name), np.float32) if out is None else out
         out[:] = values
         return out
@@ -53,10 +61,19 @@ class Requantised:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import quantize
 
-        if self._kind not in kinds or len(self.shape(name)) != 2:
+        kind = self._kind_of(name)
+        if kind not in kinds or len(self.shape(name)) != 2:
             return None
-        rows = quantize(self._weights.load(name), GGMLQuantizationType[self._kind])
-        return StoredRows(self._kind, rows)
+        values = self._weights.load(name)
+        if kind in INSTEAD:
+            return StoredRows(kind, quantise_k(values, kind))
+        return StoredRows(kind, quantize(values, GGMLQuantizationType[kind]))
+
+    def _kind_of(self, name: str) -> str:
+        if name == self._embedding and self._kind in INSTEAD:
+            return "Q8_0"
+        whole = self.shape(name)[-1] % 256 == 0
+        return self._kind if whole else INSTEAD.get(self._kind, self._kind)
 
 
 def perplexity(checkpoint: Checkpoint, token_ids: list[int], **settings: Any) -> float:
@@ -98,7 +115,10 @@ def perplexity(checkpoint: Checkpoint, token_ids: list[int], **settings: Any) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", default="smollm2-135m")
-    parser.add_argument("--formats", default="", help="Q8_0, Q4_0, Q4_1, Q5_0, Q5_1")
+    parser.add_argument(
+        "--formats", default="", help="Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K"
+    )
+    parser.add_argument("--isa", help="instruction set of the kernels; the best by default")
     args = parser.parse_args()
     checkpoint = open_checkpoint(args.model)
     token_ids = Tokenizer(checkpoint.tokenizer).encode(TEXT.read_text())
@@ -107,16 +127,19 @@ def main() -> None:
     def show(name: str, value: float, base: float, of: str) -> None:
         print(f"  {name:<22} {value:9.4f}  {value / base - 1:+7.3%} against {of}", flush=True)
 
-    base = perplexity(checkpoint, token_ids, dtype="float32")
+    def measure(checkpoint: Checkpoint, **settings: Any) -> float:
+        return perplexity(checkpoint, token_ids, isa=args.isa, **settings)
+
+    base = measure(checkpoint, dtype="float32")
     print(f"  {'float32':<22} {base:9.4f}", flush=True)
-    half = perplexity(checkpoint, token_ids)
+    half = measure(checkpoint)
     show("bfloat16", half, base, "float32")
-    show("int8", perplexity(checkpoint, token_ids, quantization="int8"), half, "bfloat16")
-    show("stored", perplexity(checkpoint, token_ids, quantization="stored"), base, "float32")
+    show("int8", measure(checkpoint, quantization="int8"), half, "bfloat16")
+    show("stored", measure(checkpoint, quantization="stored"), base, "float32")
     for kind in filter(None, args.formats.split(",")):
-        other = replace(checkpoint, weights=Requantised(checkpoint.weights, kind))
-        own = perplexity(other, token_ids, dtype="float32")
-        kept = perplexity(other, token_ids, quantization="stored")
+        other = replace(checkpoint, weights=Requantised(checkpoint.weights, kind, EMBEDDING))
+        own = measure(other, dtype="float32")
+        kept = measure(other, quantization="stored")
         show(f"{kind} stored", kept, own, f"its own float32 ({own:.4f})")
 
 

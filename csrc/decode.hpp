@@ -29,7 +29,7 @@ inline void decode_column(const CellPanel& panel, i64 column, i64 k0, i64 count,
     }
 }
 
-// A cell to bf16 [16 pairs][32 columns][2].
+// A cell to bf16: of 8 bits [16 pairs][32 columns][2], of 4 bits [32 columns][32 k].
 using CellDecoder = void (*)(const std::uint8_t* cell, CellFormat f, bf16* out);
 
 #if defined(__AVX512BF16__)
@@ -46,52 +46,63 @@ inline void load_doubled(const std::uint8_t* at, bool wide, __m512 (&out)[4]) {
 }
 
 // Products of a quant and a scale are exact, so that one rounding is left, ggml's.
-template <int Bits, int NumScales, bool HasMinimum>
-void decode_cell(const std::uint8_t* cell, CellFormat f, bf16* out) {
+template <int NumScales, bool HasMinimum>
+void decode_bytes(const std::uint8_t* cell, CellFormat f, bf16* out) {
     __m512 scale[NumScales][4], minimum[4];
     for (int i = 0; i < NumScales; ++i) load_doubled(cell + i * f.vector_bytes(), f.wide, scale[i]);
     if (HasMinimum) load_doubled(cell + NumScales * f.vector_bytes(), f.wide, minimum);
-    if (Bits == 4 && !HasMinimum) {  // exact, too: a bias of 8
-        for (int i = 0; i < 4; ++i) minimum[i] = _mm512_mul_ps(scale[0][i], _mm512_set1_ps(-8.0f));
-    }
     const std::uint8_t* quants = cell + f.quants_offset();
-    const __m512i low_bits = _mm512_set1_epi32(15);
-    const auto scaled = [&](__m512i quant, int half, int i) __attribute__((always_inline)) {
-        const __m512 number = _mm512_cvtepi32_ps(quant), by = scale[half * (NumScales - 1)][i];
-        if (Bits == 4 || HasMinimum) return _mm512_fmadd_ps(number, by, minimum[i]);
-        return _mm512_mul_ps(number, by);
-    };
-    const auto put = [&](int pair, int i, __m512 first, __m512 second)
-                         __attribute__((always_inline)) {
-                             _mm512_storeu_si512(out + pair * 2 * kPanel + 16 * i,
-                                                 (__m512i)_mm512_cvtne2ps_pbh(second, first));
-                         };
     const auto sixteen = [&](int pair, int i) __attribute__((always_inline)) {
         const auto* at = reinterpret_cast<const __m128i*>(quants + pair * 2 * kPanel + 16 * i);
-        const __m128i bytes = _mm_loadu_si128(at);
-        return Bits == 8 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+        const __m512 number = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at)));
+        const __m512 by = scale[pair / 8 * (NumScales - 1)][i];
+        if (HasMinimum) return _mm512_fmadd_ps(number, by, minimum[i]);
+        return _mm512_mul_ps(number, by);
     };
 #pragma GCC unroll 2
-    for (int pair = 0; pair < 2 * Bits; ++pair) {
+    for (int pair = 0; pair < 16; ++pair) {
 #pragma GCC unroll 2
         for (int i = 0; i < 4; i += 2) {
-            const __m512i a = sixteen(pair, i), b = sixteen(pair, i + 1);
-            if constexpr (Bits == 8) {
-                put(pair, i, scaled(a, pair / 8, i), scaled(b, pair / 8, i + 1));
-            } else {
-                put(pair, i, scaled(_mm512_and_si512(a, low_bits), 0, i),
-                    scaled(_mm512_and_si512(b, low_bits), 0, i + 1));
-                put(pair + 8, i, scaled(_mm512_srli_epi32(a, 4), 0, i),
-                    scaled(_mm512_srli_epi32(b, 4), 0, i + 1));
-            }
+            const __m512 first = sixteen(pair, i), second = sixteen(pair, i + 1);
+            _mm512_storeu_si512(out + pair * 2 * kPanel + 16 * i,
+                                (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        }
+    }
+}
+
+// A column has 16 values in a cell: a table of them in bf16, in which its quants are looked up.
+template <bool HasMinimum>
+void decode_nibbles(const std::uint8_t* cell, CellFormat f, bf16* out) {
+    alignas(64) float scales[kPanel], minimums[kPanel];
+    for (i64 i = 0; i < kPanel; i += VF::W) {
+        store(scales + i, load_scales(cell, f.wide, i));
+        if (HasMinimum) store(minimums + i, load_scales(cell + f.vector_bytes(), f.wide, i));
+    }
+    const __m512 counted = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512 numbers = _mm512_sub_ps(counted, _mm512_set1_ps(static_cast<float>(f.bias)));
+    const __m512i low_bits = _mm512_set1_epi16(15);
+    const std::uint8_t* quants = cell + f.quants_offset();
+#pragma GCC unroll 2
+    for (int four = 0; four < kPanel; four += 4) {
+        const __m512i words = _mm512_loadu_si512(quants + 16 * four);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const int column = four + i;
+            const __m512 scale = _mm512_set1_ps(scales[column]);
+            const __m512 values =
+                HasMinimum ? _mm512_fmadd_ps(numbers, scale, _mm512_set1_ps(minimums[column]))
+                           : _mm512_mul_ps(numbers, scale);
+            const __m512i table = _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(values));
+            const __m512i which = _mm512_and_si512(_mm512_srli_epi16(words, 4 * i), low_bits);
+            _mm512_storeu_si512(out + column * kCellK, _mm512_permutexvar_epi16(which, table));
         }
     }
 }
 
 inline CellDecoder cell_decoder(CellFormat f) {
-    if (f.num_scales == 2) return decode_cell<8, 2, false>;
-    if (f.bits == 8) return f.has_minimum ? decode_cell<8, 1, true> : decode_cell<8, 1, false>;
-    return f.has_minimum ? decode_cell<4, 1, true> : decode_cell<4, 1, false>;
+    if (f.bits == 4) return f.has_minimum ? decode_nibbles<true> : decode_nibbles<false>;
+    if (f.num_scales == 2) return decode_bytes<2, false>;
+    return f.has_minimum ? decode_bytes<1, true> : decode_bytes<1, false>;
 }
 
 #else

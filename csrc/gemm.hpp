@@ -218,14 +218,19 @@ inline void linear_amx(const Matrix& x, const PackedWeight& w, const Matrix& out
 // Stored formats. A block of rows stays in the second cache; decoding for each costs little.
 inline void linear_cells_amx(const Matrix& x, const PackedWeight& w, const Matrix& out) {
     const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
+    bool nibbles = false;
+    for (i64 panel = 0; panel < w.num_panels(); ++panel) nibbles |= w.cells[panel].format.bits == 4;
+    PairedRows paired{};
+    if (nibbles) paired = pair_rows(a.data, a.stride, x.rows, w.k_padded);
     const i64 max_rows = round_up(max64(32, (i64{1} << 20) / (w.k_padded * 2)), 32);
-    const Cut c = cut(x.rows, w, max_rows, 1);
+    Cut c = cut(x.rows, w, max_rows, 1);
+    c.block_rows = round_up(c.block_rows, kPairedRows);
     parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
         const i64 row = task / c.num_chunks * c.block_rows;
         const i64 first = task % c.num_chunks * c.chunk_panels;
         const i64 last = min64(first + c.chunk_panels, w.num_panels());
-        amx_cells_product(a.data, a.stride, row, min64(row + c.block_rows, x.rows), w, first, last,
-                          out);
+        amx_cells_product(a.data, a.stride, paired, row, min64(row + c.block_rows, x.rows), w,
+                          first, last, out);
     });
 }
 

@@ -159,7 +159,8 @@ void write(const Group& g, CellFormat format, std::uint8_t* cell, i64 column) {
     for (i64 k = 0; k < 32; ++k) {
         const auto quant = static_cast<std::uint8_t>(g.quants[k]);
         std::uint8_t& byte = quants[cell_byte(format, k, column)];
-        const int nibbles = k < 16 ? (byte & 0xf0) | quant : (byte & 0x0f) | quant << 4;
+        const bool high = in_high_nibble(format, k, column);
+        const int nibbles = high ? (byte & 0x0f) | quant << 4 : (byte & 0xf0) | quant;
         byte = format.bits == 8 ? quant : static_cast<std::uint8_t>(nibbles);
     }
 }
@@ -181,16 +182,16 @@ float half_to_float(std::uint16_t half) {
 }
 
 CellFormat cell_format(Stored kind, bool to_bf16) {
-    const std::uint8_t nearby = to_bf16 ? 2 : 4;
+    const std::uint8_t nearby = to_bf16 ? 2 : 4, nearby4 = to_bf16 ? 32 : 4;
     switch (kind) {
         case Stored::q4_0:
-            return {4, 8, 1, false, false, nearby};
+            return {4, 8, 1, false, false, nearby4};
         case Stored::q4_1:
-            return {4, 0, 1, true, false, nearby};
+            return {4, 0, 1, true, false, nearby4};
         case Stored::q5_1:
             return {8, 0, 1, true, false, nearby};
         case Stored::q4_k:
-            return {4, 0, 1, true, true, nearby};
+            return {4, 0, 1, true, true, nearby4};
         case Stored::q5_k:
             return {8, 0, 1, true, true, nearby};
         case Stored::q6_k:

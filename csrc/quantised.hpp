@@ -14,14 +14,15 @@ namespace octavo {
 // float32; then quants: value = quant * scale + minimum.
 //   8 bits  int8 [32 / g][32 columns][g of k]
 //   4 bits  [16 / g][32 columns][g of k]: element k in the low nibble, k + 16 in the high one
-// g is 4 where they are multiplied as int8, else 2, as bf16 panels have them.
+// g is 4 where they are multiplied as int8, else 2, as bf16 panels have them. 4 bits that become
+// bf16 have all 32 k of a column side by side, four columns to 16 bits: [8][32 k] uint16.
 struct CellFormat {
     std::uint8_t bits;        // 8 or 4
     std::uint8_t bias;        // subtracted from a nibble
     std::uint8_t num_scales;  // over the 32 k of a cell: 1 or 2; 0 where a column has one in all
     bool has_minimum;
     bool wide;            // scales and minimums are float32
-    std::uint8_t nearby;  // k of a column side by side: 2 or 4
+    std::uint8_t nearby;  // k of a column side by side: 2, 4 or 32
 
     bool operator==(const CellFormat& other) const {
         return bits == other.bits && bias == other.bias && num_scales == other.num_scales &&
@@ -76,15 +77,19 @@ float half_to_float(std::uint16_t half);
 
 // Of a quant, in its cell's quants.
 static inline i64 cell_byte(CellFormat f, i64 k, i64 column) {
+    if (f.nearby == 32) return column / 4 * 64 + 2 * k + column % 4 / 2;
     if (f.bits == 4) k %= 16;
     return k / f.nearby * kPanel * f.nearby + column * f.nearby + k % f.nearby;
 }
 
+static inline bool in_high_nibble(CellFormat f, i64 k, i64 column) {
+    return f.nearby == 32 ? column % 2 == 1 : k >= 16;
+}
+
 static inline int cell_quant(const std::uint8_t* cell, CellFormat f, i64 k, i64 column) {
-    const std::uint8_t* quants = cell + f.quants_offset();
-    const i64 at = cell_byte(f, k, column);
-    if (f.bits == 4) return (k < 16 ? quants[at] & 15 : quants[at] >> 4) - f.bias;
-    return static_cast<std::int8_t>(quants[at]);
+    const std::uint8_t byte = cell[f.quants_offset() + cell_byte(f, k, column)];
+    if (f.bits == 8) return static_cast<std::int8_t>(byte);
+    return (in_high_nibble(f, k, column) ? byte >> 4 : byte & 15) - f.bias;
 }
 
 }  // namespace octavo

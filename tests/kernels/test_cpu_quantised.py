@@ -158,7 +158,14 @@ def test_a_format_that_is_decoded_has_the_bits_of_bfloat16(level: str, kind: str
     """Law: on AMX, and for Q6_K everywhere, keeping a format saves memory and changes no answer."""
     ops = make_kernels(threads=2, isa=level, quantization="stored")
     widened = make_kernels(threads=2, isa=level)
-    for rows, n, k in ((1, 33, 256), (16, 70, 512), (45, 140, 768), (70, 100, 256), (200, 64, 512)):
+    for rows, n, k in (
+        (1, 33, 256),
+        (16, 70, 512),
+        (45, 140, 768),
+        (70, 100, 256),
+        (200, 64, 512),
+        (2100, 40, 256),
+    ):
         stored = random_rows(kind, n, k, rows)
         x = activations(rows, k, ops, rows)
         kept = product(ops, x, ops.pack_stored([stored], k), np.float32)
