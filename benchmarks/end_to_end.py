@@ -155,6 +155,11 @@ def rate(llm: LLM, load: Load) -> float:
     return (load.requests[0].max_tokens - 1) / (times[-1] - times[0])
 
 
+def kept_as(quantization: str) -> dict[str, str]:
+    """Settings; none: bfloat16, also where a file's own formats would be kept by default."""
+    return {"dtype": "bfloat16"} if quantization == "none" else {"quantization": quantization}
+
+
 def measured(
     model: str, quantization: str, names: Sequence[str], repeats: int
 ) -> Iterator[tuple[str, Load, float, int]]:
@@ -163,8 +168,7 @@ def measured(
         todo = [name for name in names if make_load(name, 0).caching is caching]
         if not todo:
             continue
-        kept = None if quantization == "none" else quantization
-        llm = LLM(model, quantization=kept, enable_prefix_caching=caching)
+        llm = LLM(model, **kept_as(quantization), enable_prefix_caching=caching)
         report = llm._engine.core.executor.describe()
         weight_bytes = int(report["weights"].split()[0].replace(",", "")) << 20
         for name in todo:

@@ -109,7 +109,7 @@ def main() -> None:
 
     base = perplexity(checkpoint, token_ids, dtype="float32")
     print(f"  {'float32':<22} {base:9.4f}", flush=True)
-    half = perplexity(checkpoint, token_ids)
+    half = perplexity(checkpoint, token_ids, dtype="bfloat16")
     show("bfloat16", half, base, "float32")
     show("int8", perplexity(checkpoint, token_ids, quantization="int8"), half, "bfloat16")
     show("stored", perplexity(checkpoint, token_ids, quantization="stored"), base, "float32")
