@@ -61,6 +61,7 @@ class CpuKernels:
         self.dtype: Any = dtype
         self.kv_cache_dtypes = (str(dtype), "int8")
         self._keeps_stored = quantization in ("auto", "stored")
+        self._widened = PLAIN if quantization == "auto" else frozenset()
         refused = PLAIN if quantization == "stored" else frozenset()
         self.stored_kinds = frozenset(_native.stored_kinds()) - refused
         self._int8 = quantization == "int8"
@@ -135,7 +136,7 @@ class CpuKernels:
         kinds = [part.kind for part in parts]
         rows = [np.ascontiguousarray(part.rows) for part in parts]
         ops = self._native_ops()
-        if self._int8 or (self._keeps_stored and not PLAIN.intersection(kinds)):
+        if self._int8 or (self._keeps_stored and not self._widened.intersection(kinds)):
             self._packed_kinds.update(["int8"] if self._int8 else kinds)
             return cast(Linear, ops.pack_stored(rows, kinds, in_features, self._int8))
         self._packed_kinds.add(str(self.dtype))
