@@ -19,7 +19,8 @@ CHROMIUM := $(shell command -v chromium || command -v chromium-browser || comman
 CPP = $$(find csrc -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help run setup test quick conformance check lint types native format bench fuzz clean
+.PHONY: help run setup test quick conformance check lint types native sanitize format bench fuzz \
+    clean
 
 help: ## show this text
 	@echo 'usage: make TARGET [VARIABLE=value]'
@@ -66,6 +67,10 @@ native:
 	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/check -G Ninja --log-level=WARNING \
 	    -DCMAKE_BUILD_TYPE=Release -DOCTAVO_WERROR=ON -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/check -- --quiet
+
+sanitize: ## kernels and sampler under AddressSanitizer and UBSan, on every level (ARGS)
+	$(SETUP) --dev
+	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON="$(CURDIR)/$(BIN)/python" sh tools/sanitize.sh $(ARGS)
 
 format: ## put Python and C++ into the form that check wants
 	$(SETUP) --dev

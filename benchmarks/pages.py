@@ -46,9 +46,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quantization", choices=("int8", "stored"))
+    parser.add_argument("--quantization", choices=("int8", "stored"), help="else bfloat16")
     args = parser.parse_args()
-    common = {"quantization": args.quantization, "num_kv_blocks": 256, "max_model_len": 512}
+    common = {"num_kv_blocks": 256, "max_model_len": 512}
+    common |= {"quantization": args.quantization} if args.quantization else {"dtype": "bfloat16"}
     LLM(args.model, **common).close()  # fills the cache
     from octavo.kernels.cpu import packed
 

@@ -132,7 +132,7 @@ def main() -> None:
 
     base = measure(checkpoint, dtype="float32")
     print(f"  {'float32':<22} {base:9.4f}", flush=True)
-    half = measure(checkpoint)
+    half = measure(checkpoint, dtype="bfloat16")
     show("bfloat16", half, base, "float32")
     show("int8", measure(checkpoint, quantization="int8"), half, "bfloat16")
     show("stored", measure(checkpoint, quantization="stored"), base, "float32")

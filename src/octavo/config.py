@@ -285,10 +285,12 @@ class BackendConfig:
     """Threads of the cpu backend. Default: the cores this process may use."""
 
     isa: str | None = None
-    """Instruction-set level of the cpu backend. Default: the best that the machine has."""
+    """Instruction-set level of the cpu backend: amx, avx512_bf16, avx512, avx2 or portable.
+    Default: $OCTAVO_ISA, else the best that the machine has."""
 
     dtype: str = "auto"
-    """Number format of weights and activations: auto, bfloat16 or float32."""
+    """Number format of weights and activations: bfloat16, float32 or auto (bfloat16 on the cpu
+    backend, float32 on reference)."""
 
     enforce_eager: bool = False
     """Compute each step by the model's Python instead of replaying it as captured at load (the

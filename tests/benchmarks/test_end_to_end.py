@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
+import numpy as np
 import pytest
 
-from octavo.checkpoint import ModelConfig
+from beds.backends import cpu_levels
+from octavo.checkpoint import ModelConfig, StoredRows
+from octavo.kernels.cpu import make_kernels
 
 LAYERS = 2 * (8 * 16 + 8 * 8 + 8 * 24 + 12 * 8)
 HEAD = 8 * 10
@@ -56,3 +59,15 @@ def test_loads_are_new_in_each_repeat_and_the_same_in_each_run(bench: ModuleType
     prompts = [asked.prompt for asked in bench.make_load("shared", 0).requests]
     assert len({tuple(prompt[:1000]) for prompt in prompts}) == 1
     assert len({tuple(prompt) for prompt in prompts}) == 48
+
+
+@pytest.mark.parametrize("level", cpu_levels())
+def test_none_is_bfloat16_whatever_a_level_keeps_by_default(bench: ModuleType, level: str) -> None:
+    rows = StoredRows("Q8_0", np.zeros((32, 8 * 34), np.uint8))
+    nbytes = {}
+    for name in ("none", "int8", "stored"):
+        weight = make_kernels(isa=level, **bench.kept_as(name)).pack_stored([rows], 256)
+        assert weight is not None
+        nbytes[name] = weight.nbytes
+    assert nbytes["none"] == 32 * 256 * 2
+    assert max(nbytes["int8"], nbytes["stored"]) < nbytes["none"]

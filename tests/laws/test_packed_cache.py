@@ -241,9 +241,33 @@ def test_an_interrupt_at_exit_leaves_the_writing_and_nothing_behind(
         if "Ctrl-C leaves that" in line:
             break
     process.send_signal(signal.SIGINT)
-    output, rest = process.communicate(timeout=60)
+    try:
+        output, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert output.startswith("[")
     assert (process.returncode, rest) == (0, "")
+    assert list(cache.iterdir()) == []
+
+
+def test_an_interrupt_that_interrupts_no_call_ends_the_wait_too(model: Path, cache: Path) -> None:
+    """Another thread got it, as here, or it came just before the wait."""
+    before = """
+import os, signal, threading, time
+packed.PATIENCE, said = 0.1, threading.Event()
+packed.logger.addFilter(lambda record: "Ctrl-C" not in record.msg or said.set() or True)
+def fsync(fd):
+    said.wait()
+    time.sleep(0.5)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    time.sleep(600)
+os.fsync = fsync"""
+    process = start_apart(model, before)
+    try:
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
     assert list(cache.iterdir()) == []
 
 

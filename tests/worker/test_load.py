@@ -34,14 +34,14 @@ def test_a_loaded_executor_answers(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", TEST_BACKENDS)
 def test_the_report_says_what_runs_and_what_it_takes(backend: str) -> None:
-    """R41, R60: sizes of weights, pool and rotary cache, and the shape of the model."""
+    """R41, R60, R119: sizes of weights, pool and rotary cache, and the shape of the model."""
     config = make_config(**backend_settings(backend), num_kv_blocks=10)
     report = load_executor(config, make_checkpoint("tied")).describe()
     assert report["backend"] == backend_settings(backend)["backend"]
     assert {"isa", "threads", "dtype", "weights"} <= set(report)
     assert report["KV pool"].startswith("10 blocks of 16 = 160 tokens")
     assert report["rotary cache"] == "256 positions, 0.0 MiB"
-    assert report["shape"].endswith("MLP 160 = 2.50 x hidden")
+    assert report["shape"] == ("2 layers, hidden 64, 4 heads, 2 K/V heads, MLP 160 = 2.50 x hidden")
 
 
 def test_max_model_len_defaults_to_what_the_model_was_trained_for() -> None:

@@ -293,7 +293,8 @@ def wait(patience: float | None = None) -> None:
         writer.join(patience)
         if writer.is_alive():
             logger.warning("keeping packed weights for the next start (Ctrl-C leaves that)")
-            writer.join()
+            while writer.is_alive():  # in turns: an interrupt may come without ending a call
+                writer.join(0.1)
 
 
 def _finish() -> None:
