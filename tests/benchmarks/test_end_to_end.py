@@ -62,12 +62,12 @@ def test_loads_are_new_in_each_repeat_and_the_same_in_each_run(bench: ModuleType
 
 
 @pytest.mark.parametrize("level", cpu_levels())
-def test_none_is_bfloat16_whatever_a_level_keeps_by_default(bench: ModuleType, level: str) -> None:
+def test_bf16_is_bfloat16_whatever_a_level_keeps_by_default(bench: ModuleType, level: str) -> None:
     rows = StoredRows("Q8_0", np.zeros((32, 8 * 34), np.uint8))
     nbytes = {}
-    for name in ("none", "int8", "stored"):
-        weight = make_kernels(isa=level, **bench.kept_as(name)).pack_stored([rows], 256)
+    for name in ("bf16", "int8", "stored"):
+        weight = make_kernels(isa=level, **bench.FORMS[name]).pack_stored([rows], 256)
         assert weight is not None
         nbytes[name] = weight.nbytes
-    assert nbytes["none"] == 32 * 256 * 2
-    assert max(nbytes["int8"], nbytes["stored"]) < nbytes["none"]
+    assert nbytes["bf16"] == 32 * 256 * 2
+    assert max(nbytes["int8"], nbytes["stored"]) < nbytes["bf16"]
