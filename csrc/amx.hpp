@@ -98,19 +98,23 @@ inline void amx_stream(const AmxProduct& p, const float* sums, i64 panel) {
     }
 }
 
-// 17 to 32 rows against one panel: four chains of sums. between(step) is done beside the tiles.
-template <class F>
-void amx_panel_tall(const AmxProduct& p, i64 panel, F between) {
-    alignas(64) float sums[32 * kPanel];
-    const bf16* b = static_cast<const bf16*>(p.w.data) + panel * p.w.panel_elements();
-    const bf16* low = p.a;
-    const bf16* high = p.a + 16 * p.lda;
-    const i64 stride = p.lda * 2;
+inline void amx_zero() {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (i64 step = 0; step < p.num_steps; ++step) {
+}
+
+// 17 to 32 rows against steps [first, last) of one panel: four chains of sums grow. between(step)
+// is done beside the tiles.
+template <class F>
+void amx_tall_steps(const AmxProduct& p, i64 panel, i64 first, i64 last, F between) {
+    const bf16* b = static_cast<const bf16*>(p.w.data) + panel * p.w.panel_elements();
+    b += first * 32 * kPanel;
+    const bf16* low = p.a + first * 32;
+    const bf16* high = low + 16 * p.lda;
+    const i64 stride = p.lda * 2;
+    for (i64 step = first; step < last; ++step) {
         between(step);
         _tile_loadd(6, b, kPanel * 4);
         _tile_loadd(4, low, stride);
@@ -124,6 +128,10 @@ void amx_panel_tall(const AmxProduct& p, i64 panel, F between) {
         high += 32;
         b += 32 * kPanel;
     }
+}
+
+inline void amx_tall_store(const AmxProduct& p, i64 panel) {
+    alignas(64) float sums[32 * kPanel];
     const bool whole = p.out.dtype == DType::f32 && (panel + 1) * kPanel <= p.out.cols;
     const bool past_caches = whole && amx_streams(p.out);
     const bool direct = whole && !past_caches;
@@ -140,6 +148,50 @@ void amx_panel_tall(const AmxProduct& p, i64 panel, F between) {
     }
 }
 
+template <class F>
+void amx_panel_tall(const AmxProduct& p, i64 panel, F between) {
+    amx_zero();
+    amx_tall_steps(p, panel, 0, p.num_steps, between);
+    amx_tall_store(p, panel);
+}
+
+// The same against many panels, a part of K after the other, so that the rows of a part stay in the
+// first cache while panels pass by. Sums wait in scratch memory: the chains are those of one pass.
+inline void amx_panels_parts(const AmxProduct& p, i64 first_panel, i64 last_panel, bool fetch) {
+    constexpr i64 kSums = 32 * kPanel, kMost = 9;
+    const i64 length = ceil_div(p.num_steps, ceil_div(p.num_steps, kMost));
+    auto* sums =
+        static_cast<float*>(scratch(Scratch::partials, (last_panel - first_panel) * kSums * 4));
+    for (i64 first = 0; first < p.num_steps; first += length) {
+        const i64 last = min64(first + length, p.num_steps);
+        for (i64 panel = first_panel; panel < last_panel; ++panel) {
+            float* at = sums + (panel - first_panel) * kSums;
+            if (first == 0) {
+                amx_zero();
+            } else {
+                _tile_loadd(0, at, 64);
+                _tile_loadd(1, at + 256, 64);
+                _tile_loadd(2, at + 512, 64);
+                _tile_loadd(3, at + 768, 64);
+            }
+            if (fetch) {
+                amx_tall_steps(p, panel, first, last,
+                               [&](i64 step) { amx_prefetch(p, panel, step); });
+            } else {
+                amx_tall_steps(p, panel, first, last, [](i64) {});
+            }
+            if (last == p.num_steps) {
+                amx_tall_store(p, panel);
+            } else {
+                _tile_stored(0, at, 64);
+                _tile_stored(1, at + 256, 64);
+                _tile_stored(2, at + 512, 64);
+                _tile_stored(3, at + 768, 64);
+            }
+        }
+    }
+}
+
 // Up to 16 rows against two panels: four chains of sums again.
 template <class F>
 void amx_panels_flat(const AmxProduct& p, i64 panel, bool both, F between) {
@@ -147,10 +199,7 @@ void amx_panels_flat(const AmxProduct& p, i64 panel, bool both, F between) {
     const bf16* b = static_cast<const bf16*>(p.w.data) + panel * p.w.panel_elements();
     const bf16* next = both ? b + p.w.panel_elements() : b;
     const bf16* a = p.a;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    amx_zero();
     for (i64 step = 0; step < p.num_steps; ++step) {
         between(step);
         _tile_loadd(4, a, p.lda * 2);
@@ -230,7 +279,10 @@ inline void amx_product(const bf16* a, i64 lda, i64 begin, i64 end, const Packed
         const i64 rows = min64(32, end - row);
         const AmxProduct p{a + row * lda, lda, w.k_padded / 32, rows, w, out, row, 0, 1};
         configure_rows(rows);
-        if (rows > 16) {
+        if (rows > 16 && end - begin > 32) {
+            // Only the first rows find weights in memory; asking again costs a fifth of the time.
+            amx_panels_parts(p, first_panel, last_panel, row == begin);
+        } else if (rows > 16) {
             for (i64 panel = first_panel; panel < last_panel; ++panel) {
                 amx_panel_tall(p, panel, [&](i64 step) { amx_prefetch(p, panel, step); });
             }

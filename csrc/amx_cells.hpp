@@ -25,10 +25,7 @@ inline void amx_cells_few(const AmxProduct& p, const CellPanel& cells, i64 panel
     const bool tall = p.num_rows > 16;
     const bf16* low = p.a;
     const bf16* high = p.a + 16 * p.lda;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    amx_zero();
     decode_next(0);
     for (i64 step = 0; step < p.num_steps; ++step) {
         if (step + 1 < p.num_steps) decode_next(step + 1);
@@ -182,13 +179,6 @@ inline void amx_paired_store(const AmxProduct& p, i64 panel) {
     } else if (!direct) {
         amx_store(p, sums, panel);
     }
-}
-
-inline void amx_zero() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
 }
 
 // Up to 32 rows against one panel of 4 bits, four cells at a time: changing between vectors and
