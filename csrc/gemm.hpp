@@ -133,6 +133,16 @@ inline Cut cut(i64 m, const PackedWeight& w, i64 max_block_rows, i64 panel_multi
     return c;
 }
 
+// Shares out all pieces: f(row, end, first, last) is rows [row, end) against panels [first, last).
+template <class F>
+void for_each_piece(const Cut& c, i64 rows, i64 panels, F f) {
+    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
+        const i64 row = task / c.num_chunks * c.block_rows;
+        const i64 first = task % c.num_chunks * c.chunk_panels;
+        f(row, min64(row + c.block_rows, rows), first, min64(first + c.chunk_panels, panels));
+    });
+}
+
 template <class D>
 struct Product {
     Activations<typename D::A> x;
@@ -188,13 +198,9 @@ void linear_as(const Matrix& x, const PackedWeight& w, const Matrix& out) {
     const i64 max_rows = round_up(max64(kMaxRows, (i64{768} << 10) / row_bytes), kMaxRows);
     const i64 together = panels_of(static_cast<int>(min64(x.rows, kMaxRows)));
     const Cut c = cut(x.rows, w, max_rows, together);
-    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
-        const i64 row = task / c.num_chunks * c.block_rows;
-        const i64 first = task % c.num_chunks * c.chunk_panels;
-        const i64 last = min64(first + c.chunk_panels, w.num_panels());
+    for_each_piece(c, x.rows, w.num_panels(), [&](i64 row, i64 end, i64 first, i64 last) {
         for (i64 panel = first; panel < last; panel += together) {
-            product_rows(p, row, min64(c.block_rows, x.rows - row), panel,
-                         min64(together, last - panel));
+            product_rows(p, row, end - row, panel, min64(together, last - panel));
         }
     });
 }
@@ -204,11 +210,7 @@ inline void linear_amx(const Matrix& x, const PackedWeight& w, const Matrix& out
     const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
     const i64 max_rows = round_up(max64(32, (i64{1} << 19) / (w.k_padded * 2)), 32);
     const Cut c = cut(x.rows, w, max_rows, x.rows <= 16 ? 2 : 1);
-    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
-        const i64 row = task / c.num_chunks * c.block_rows;
-        const i64 first = task % c.num_chunks * c.chunk_panels;
-        const i64 last = min64(first + c.chunk_panels, w.num_panels());
-        const i64 end = min64(row + c.block_rows, x.rows);
+    for_each_piece(c, x.rows, w.num_panels(), [&](i64 row, i64 end, i64 first, i64 last) {
         amx_product(a.data, a.stride, row, end, w, first, last, out);
     });
 }
@@ -225,12 +227,8 @@ inline void linear_cells_amx(const Matrix& x, const PackedWeight& w, const Matri
     const i64 max_rows = round_up(max64(32, (i64{1} << 20) / (w.k_padded * 2)), 32);
     Cut c = cut(x.rows, w, max_rows, 1);
     c.block_rows = round_up(c.block_rows, kPairedRows);
-    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
-        const i64 row = task / c.num_chunks * c.block_rows;
-        const i64 first = task % c.num_chunks * c.chunk_panels;
-        const i64 last = min64(first + c.chunk_panels, w.num_panels());
-        amx_cells_product(a.data, a.stride, paired, row, min64(row + c.block_rows, x.rows), w,
-                          first, last, out);
+    for_each_piece(c, x.rows, w.num_panels(), [&](i64 row, i64 end, i64 first, i64 last) {
+        amx_cells_product(a.data, a.stride, paired, row, end, w, first, last, out);
     });
 }
 
@@ -242,11 +240,8 @@ inline void linear_parts(const Matrix& x, const PackedWeight& w, const Matrix& o
         max64(kPartRows, (i64{3} << 18) / (2 * w.k_padded) / kPartRows * kPartRows);
     Cut c = cut(x.rows, w, max_rows, 1);
     c.block_rows = round_up(c.block_rows, kPartRows);
-    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
-        const i64 row = task / c.num_chunks * c.block_rows;
-        const i64 first = task % c.num_chunks * c.chunk_panels;
-        const i64 last = min64(first + c.chunk_panels, w.num_panels());
-        parts_product(a, row, min64(row + c.block_rows, x.rows), w, first, last, out);
+    for_each_piece(c, x.rows, w.num_panels(), [&](i64 row, i64 end, i64 first, i64 last) {
+        parts_product(a, row, end, w, first, last, out);
     });
 }
 #endif
@@ -255,11 +250,7 @@ inline void linear_parts(const Matrix& x, const PackedWeight& w, const Matrix& o
 inline void linear_int8(const Matrix& x, const PackedWeight& w, const Matrix& out) {
     const Activations8 a = quantise_rows(x, w.k_padded);
     const Cut c = cut(x.rows, w, round_up(max64(16, (i64{1} << 19) / w.k_padded), 16), 1);
-    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
-        const i64 row = task / c.num_chunks * c.block_rows;
-        const i64 first = task % c.num_chunks * c.chunk_panels;
-        const i64 last = min64(first + c.chunk_panels, w.num_panels());
-        const i64 end = min64(row + c.block_rows, x.rows);
+    for_each_piece(c, x.rows, w.num_panels(), [&](i64 row, i64 end, i64 first, i64 last) {
         for (i64 panel = first; panel < last; ++panel) {
             if (!w.cells[panel].format.multiplies_as_int8()) continue;
             panel_product8(a, w.cells[panel], row, end, out, panel * kPanel);

@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from hypothesis import strategies as st
 
 from octavo.kernels.api import Array
 from octavo.kernels.cpu import CpuKernels, available_levels, make_kernels
@@ -138,3 +139,22 @@ class Paged:
         p = np.exp(scores - scores.max(axis=-1, keepdims=True))
         p /= p.sum(axis=-1, keepdims=True)
         return np.einsum("hts,shd->thd", p, v).reshape(rows, -1)
+
+
+def check_chunk(
+    ops: CpuKernels, paged: Paged, r: int, rows: Array, data: st.DataObject, **settings: Any
+) -> None:
+    """A drawn piece of request r, alone in any pool, has the bits that it has in `rows`, whole."""
+    end = data.draw(st.integers(1, len(rows)), label="end")
+    count = data.draw(st.integers(1, end), label="rows")
+    chunk = paged.attend(
+        ops,
+        requests=[r],
+        ends=[end],
+        query_lens=[count],
+        block_size=data.draw(st.sampled_from([1, 2, 8, 16, 32, 128]), label="block size"),
+        shuffle=data.draw(st.integers(0, 9), label="shuffle"),
+        stale=data.draw(st.sampled_from([np.nan, 0.0, 7.0, np.inf]), label="stale"),
+        **settings,
+    )[0]
+    assert bits(chunk) == bits(rows[end - count : end])

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beds.cpu_kernels import CASES, IDS, Paged, assert_close, bits, exact, kernels, tolerance
+from beds.cpu_kernels import (
+    CASES,
+    IDS,
+    Paged,
+    assert_close,
+    bits,
+    check_chunk,
+    exact,
+    kernels,
+    tolerance,
+)
 from octavo.kernels.api import Array
 from octavo.kernels.cpu import CpuKernels
 
@@ -112,19 +122,7 @@ def test_int8_attention_is_the_same_in_chunks_alone_and_in_any_block(
     whole = paged.attend(ops, kv_dtype="int8")
     for r, rows in enumerate(whole):
         assert np.isfinite(exact(rows)).all()
-        end = data.draw(st.integers(1, len(rows)), label="end")
-        count = data.draw(st.integers(1, end), label="rows")
-        chunk = paged.attend(
-            ops,
-            requests=[r],
-            ends=[end],
-            query_lens=[count],
-            block_size=data.draw(st.sampled_from([1, 2, 8, 16, 32, 128]), label="block size"),
-            shuffle=data.draw(st.integers(0, 9), label="shuffle"),
-            stale=data.draw(st.sampled_from([np.nan, 0.0, 7.0, np.inf]), label="stale"),
-            kv_dtype="int8",
-        )[0]
-        assert bits(chunk) == bits(rows[end - count : end])
+        check_chunk(ops, paged, r, rows, data, kv_dtype="int8")
 
 
 @cases

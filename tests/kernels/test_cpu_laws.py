@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beds.cpu_kernels import CASES, IDS, Paged, bits, kernels, poisoned
+from beds.cpu_kernels import CASES, IDS, Paged, bits, check_chunk, kernels, poisoned
 from octavo.kernels.api import Array
 from octavo.kernels.cpu import CpuKernels
 
@@ -133,18 +133,7 @@ def test_attention_is_the_same_in_chunks_alone_and_in_any_block(
     whole = paged.attend(ops)
     for r, rows in enumerate(whole):
         assert not np.isnan(rows.astype(np.float32)).any()
-        end = data.draw(st.integers(1, len(rows)), label="end")
-        count = data.draw(st.integers(1, end), label="rows")
-        chunk = paged.attend(
-            ops,
-            requests=[r],
-            ends=[end],
-            query_lens=[count],
-            block_size=data.draw(st.sampled_from([1, 2, 8, 16, 32, 128]), label="block size"),
-            shuffle=data.draw(st.integers(0, 9), label="shuffle"),
-            stale=data.draw(st.sampled_from([np.nan, 0.0, 7.0, np.inf]), label="stale"),
-        )[0]
-        assert bits(chunk) == bits(rows[end - count : end])
+        check_chunk(ops, paged, r, rows, data)
 
 
 @cases

@@ -18,18 +18,11 @@ from beds.backends import TEST_BACKENDS, backend_settings
 from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
 from octavo import LLM, SamplingParams
 from octavo.core.kept_prefixes import export
-from octavo.core.rates import Rates
 from octavo.errors import ConfigError
 from octavo.worker import prefix_file
 
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, logprobs=2, ignore_eos=True)
 PROMPTS = [[3 + (7 * i + 5 * j) % (VOCAB_SIZE - 3) for j in range(30 + 9 * i)] for i in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the clock says: so small a model can be quicker than a busy machine's disk."""
-    monkeypatch.setattr(Rates, "num_worth_loading", lambda self, slots, block_size: len(slots))
 
 
 @pytest.fixture

@@ -23,6 +23,15 @@ TOKEN_ID = 0
 """What a model that is not there answers."""
 
 MAX_STEPS = 100_000
+STORIES = {
+    Reason.ESTIMATED: "{name}: out and in again {0} us, to compute again {1} us",
+    Reason.SWAPPED: "{name}: {0} blocks are swapped out",
+    Reason.LOADED: "{name}: {0} blocks are swapped in",
+    Reason.PREFIX_HIT: "{name} finds {0} tokens in the prefix cache",
+    Reason.EVICTED: "{0} cached blocks are evicted",
+    Reason.NO_BLOCKS: "{name} waits: it needs {0} blocks, {1} are left",
+}
+"""What a timeline says of an event, by its reason: of its request and its details."""
 SILENT = {Reason.ADMITTED, Reason.RESUMED, Reason.FINISHED, Reason.TOKEN_BUDGET}
 """Reasons that a timeline shows anyway, by who is in a step."""
 
@@ -183,22 +192,11 @@ class Stage:
                 always = self.scheduler.config.preemption_mode == "recompute"
                 what = "are dropped" if always else "are kept or dropped"
                 return f"{name} yields, {detail[0]} computed tokens {what}: {whom}"
-            case Reason.ESTIMATED:
-                return f"{name}: out and in again {detail[0]} us, to compute again {detail[1]} us"
-            case Reason.SWAPPED:
-                return f"{name}: {detail[0]} blocks are swapped out"
-            case Reason.LOADED:
-                return f"{name}: {detail[0]} blocks are swapped in"
-            case Reason.PREFIX_HIT:
-                return f"{name} finds {detail[0]} tokens in the prefix cache"
-            case Reason.EVICTED:
-                return f"{detail[0]} cached blocks are evicted"
-            case Reason.NO_BLOCKS:
-                return f"{name} waits: it needs {detail[0]} blocks, {detail[1]} are left"
             case Reason.PASSED_BY:
                 return f"{name} is passed by {self._names[int(detail[0])]}"
             case _:
-                return f"{name} waits: {event.reason.value}"
+                story = STORIES.get(event.reason, f"{{name}} waits: {event.reason.value}")
+                return story.format(*detail, name=name)
 
 
 def tokens(number: int, start: int) -> list[int]:
