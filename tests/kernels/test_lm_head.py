@@ -177,16 +177,19 @@ def test_numbers_that_are_none_are_passed_over(case: tuple[str, str], at: int) -
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_zeros_of_either_sign_are_equal(level: str) -> None:
-    """R72: -0 before +0 wins as any other tie does: products that round to nothing."""
-    columns = np.full((200, 4), -1e-25, np.float32)
-    columns[70:] = 1e-25
-    ops = ops_of((level, "int8"), 2)
-    x = np.full((3, 4), 1e-25, np.float32).astype(ops.dtype)
-    whole, best = check_head(ops, ops.pack_linear(columns), x, np.ones(3, np.int32))
-    assert (whole == 0).all()
-    assert np.signbit(whole[:, 0]).all()
-    assert not np.signbit(whole[:, 70]).any()
-    assert best.tolist() == [0, 0, 0]
+    """R72: -0 before +0 wins as any other tie does, in its piece and over pieces: products that
+    round to nothing."""
+    for first in (70, 5000):
+        columns = np.full((8213, 4), -1e-25, np.float32)
+        columns[first:] = 1e-25
+        for threads in (1, 2):
+            ops = ops_of((level, "int8"), threads)
+            x = np.full((3, 4), 1e-25, np.float32).astype(ops.dtype)
+            whole, best = check_head(ops, ops.pack_linear(columns), x, np.ones(3, np.int32))
+            assert (whole == 0).all()
+            assert np.signbit(whole[:, :first]).all()
+            assert not np.signbit(whole[:, first:]).any()
+            assert best.tolist() == [0, 0, 0]
 
 
 @cases
