@@ -273,8 +273,8 @@ void linear_cells(const Matrix& x, const PackedWeight& w, const S& sink) {
 }
 #else
 
-// Panels that multiply as int8, and others, one at a time as bf16: decoding those is dear, so all
-// rows meet them at once.
+// Panels that multiply as int8, and others as bf16: decoding those is dear, so all rows meet them
+// at once, and each is a task of its own.
 template <class S>
 void linear_cells(const Matrix& x, const PackedWeight& w, const S& sink) {
     i64 num_int8 = 0;
@@ -283,13 +283,12 @@ void linear_cells(const Matrix& x, const PackedWeight& w, const S& sink) {
     }
     Activations8 quants{};
     Activations<DotPacked::A> plain{};
-    i64 max_rows = round_up(max64(16, (i64{1} << 19) / w.k_padded), 16);
+    Cut c = cut(x.rows, w, round_up(max64(16, (i64{1} << 19) / w.k_padded), 16), 1);
     if (num_int8 > 0) quants = quantise_rows(x, w.k_padded);
     if (num_int8 < w.num_panels()) {
         plain = activations<DotPacked::A>(x, round_up(w.k, 2), w.k_padded);
-        max_rows = x.rows;
+        c = {x.rows, 1, 1};
     }
-    const Cut c = cut(x.rows, w, max_rows, 1);
     for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& piece, const Matrix& out) {
         for (i64 panel = piece.first; panel < piece.last; ++panel) {
             if (w.cells[panel].format.multiplies_as_int8()) {
