@@ -28,8 +28,8 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` when the block ends, and is on disk then.
 
     It grows beside the old one, as `path`.new, readable by its owner alone. After an error, a kill
-    or a power cut the old one is still there; what a killed process left is written over. Raises
-    OSError, also while another process writes.
+    or a power cut the old one is still there; an error leaves nothing else, and what a killed
+    process left is written over. Raises OSError, also while another process writes.
     """
     new = path + ".new"
     with open(os.open(new, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
@@ -41,10 +41,14 @@ def replacing(path: str) -> Iterator[BinaryIO]:
         if not is_ours:  # or it was, a moment ago, and has put its file into place
             raise OSError("another process writes it now")
         file.truncate()
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-        os.replace(new, path)
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(new, path)
+        except BaseException:
+            os.unlink(new)  # a part serves nobody, and the disk may be full
+            raise
     folder = os.open(Path(path).absolute().parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # so that the name is on disk, too

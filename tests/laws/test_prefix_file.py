@@ -170,6 +170,7 @@ def test_a_write_that_fails_leaves_the_old_file(
     monkeypatch.undo()
     assert "not kept" in caplog.text
     assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.glob("kept*")] == ["kept"], "a full disk is still full"
     assert answers(make(model, path)) == expected
 
 

@@ -231,6 +231,7 @@ def test_what_is_postponed_leaves_the_old_file(path: Path) -> None:
                 go_on=lambda: next(answers),  # noqa: B023
             )
         assert path.read_bytes() == whole
+        assert list(path.parent.iterdir()) == [path]
 
 
 def test_the_index_is_what_it_says(path: Path) -> None:
