@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import cache
 
 from .errors import RequestError
-from .grammar_spec import GrammarSpec
+from .grammar_spec import LITERAL, GrammarSpec, num_optional, refuse_optional
 
 _THINKING = r"""
 rest[lazy]: /(.|\n)*/ "</think>"
 blank: /[ \n]*/
 """
+_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
+"""What only Lark has: as the library says it, but that it looks at each line once."""
+
+_RULE = re.compile(r"^[^\S\n]*[?!]?(\w+)[^\n:]*:", re.MULTILINE)
+_NAME = re.compile(r"\w+")
+_LARK_OPTIONAL = re.compile(r"[?*{~\[]")
+
 _STARTS = {"": "", "open": "rest blank", "may": '(/[ \\n]*/ "<think>" rest blank)?'}
 
 
@@ -35,7 +44,7 @@ def source_of(spec: GrammarSpec) -> str:
 
 def _form_of(spec: GrammarSpec) -> str:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if spec.kind == "json":
         # Never lenient: a keyword that is not built is refused, not ignored.
@@ -50,5 +59,24 @@ def _form_of(spec: GrammarSpec) -> str:
         )
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.source)
-    is_lark = spec.kind == "lark"
-    return LLMatcher.grammar_from_lark(spec.source if is_lark else any_to_lark(spec.source))
+    lark = spec.source
+    if spec.kind == "either":
+        lark = lark if _LARK.search(lark) else gbnf_to_lark(lark)
+        refuse_optional(_num_optional(lark))
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _num_optional(lark: str) -> int:
+    """Of all terminals of a grammar: each is one expression, with those that it is made of, so a
+    few lines that double one another come to thousands."""
+    marked = LITERAL.sub(lambda found: " ? " * num_optional(found[0]), lark)
+    _, *parts = _RULE.split(marked)
+    rules = zip(parts[::2], parts[1::2], strict=True)
+    bodies = {name: body for name, body in rules if name.isupper()}
+
+    @cache
+    def number(name: str) -> int:
+        own, used = _LARK_OPTIONAL.findall(bodies[name]), _NAME.findall(bodies[name])
+        return min(len(own) + sum(number(each) for each in used if each in bodies), 1 << 20)
+
+    return sum(map(number, bodies))

@@ -115,6 +115,7 @@ class _Writer:
         pattern = _text(given, "pattern", where)
         if not pattern:
             raise RequestError(f"{where}.pattern must not be empty")
+        GrammarSpec.regex(pattern)
         return f"/{_without_slashes(pattern)}/"
 
     def _sequence(self, given: Mapping[str, Any], where: str, *, last: bool) -> str:

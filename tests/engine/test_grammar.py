@@ -468,7 +468,7 @@ def test_a_request_can_end_while_its_grammar_compiles(how: str) -> None:
             if how == "abort":
                 stream.abort()
             elif how == "too long":
-                llm._give_up(stream.request_id)
+                llm._expire(stream.request_id)
             elif how == "bad":
                 may_compile.set()
             else:

@@ -227,8 +227,8 @@ def test_a_run_is_what_the_masks_say(seed: int, spec: GrammarSpec) -> None:
     """Each token of a run stands alone in the mask of its place."""
     grammars = bed().core.grammars
     draw = np.random.default_rng(seed)
-    jumping = Matcher(grammars.compile(spec), jumps=True)
-    plain = Matcher(grammars.compile(spec))
+    jumping = grammars.compile(spec).twin(jumps=True)
+    plain = grammars.compile(spec).twin(jumps=False)
     for _ in range(30):
         token_id = int(draw.choice(ids_of(plain.mask)))
         if token_id == EOS:

@@ -35,7 +35,7 @@ def newer(kind: str, **fields: Any) -> dict[str, Any]:
 
 def accepts(given: dict[str, Any], text: str) -> bool:
     """Whether this is a whole answer, given token by token."""
-    matcher = GRAMMARS.compile(structural_tag(given)).deep_copy()
+    matcher = GRAMMARS.compile(structural_tag(given))._matcher.deep_copy()
     token_ids = TOKENIZER.encode(text, add_special_tokens=False, parse_special=False)
     return all(matcher.consume_token(i) for i in token_ids) and matcher.is_accepting()
 

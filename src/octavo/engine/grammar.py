@@ -14,6 +14,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -36,8 +38,7 @@ MAX_COMPILED = 64
 """Grammars kept for the next request that asks for the same."""
 
 COMPILE_SECONDS = 10.0
-"""Until a request whose grammar still waits or compiles is refused; a compilation itself is
-bounded by the library's limits, below a second."""
+"""Until a request whose grammar still waits or compiles is refused."""
 
 MAX_RUN = 64
 """Tokens that one step may append without sampling them."""
@@ -45,6 +46,25 @@ MAX_RUN = 64
 MAX_FORCED = 4096
 """Tokens that may follow each other without a choice: llguidance looks at all of them in each step.
 Also the bound on its looks for one run, all together."""
+
+
+STACK_SIZE = 1 << 28
+"""Bytes, used up only as far as need be. llguidance calls itself along a chain of rules or $refs;
+the longest that MAX_SOURCE_CHARS hold takes less than half of this, and 16 times a usual stack."""
+_STACK_LOCK = threading.Lock()
+
+
+def _in_deep_stack(work: Callable[[], Matcher]) -> Matcher:
+    """Do it in a thread that can't overrun its stack: that would be the end of the process."""
+    with _STACK_LOCK:  # the size is that of all threads which begin meanwhile
+        before = threading.stack_size(STACK_SIZE)
+        try:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="octavo-compile")
+            compiled = pool.submit(work)
+        finally:
+            threading.stack_size(before)
+    with pool:
+        return compiled.result()
 
 
 class GrammarFault(RequestError):
@@ -56,11 +76,10 @@ class Matcher:
 
     __slots__ = ("_jumps", "_matcher", "mask", "num_tokens", "unsent")
 
-    def __init__(self, compiled: LLMatcher, *, jumps: bool = False) -> None:
-        """`compiled` is left as it is; `jumps`: advance() goes on where there is no choice.
-        Raises GrammarFault."""
-        self._matcher = compiled.deep_copy()
-        self._jumps = jumps
+    def __init__(self, compiled: LLMatcher) -> None:
+        """At the beginning, which may take long. Raises GrammarFault."""
+        self._matcher = compiled
+        self._jumps = False
         self.num_tokens = 0
         """Tokens taken so far."""
         self.unsent: tuple[int, ...] = ()
@@ -68,6 +87,13 @@ class Matcher:
         self.mask = b""
         """Which tokens may come next: bit i % 8, the lowest first, of byte i // 8."""
         self._fill()
+
+    def twin(self, *, jumps: bool) -> Matcher:
+        """Another one that stands where this one does, in no time. `jumps`: its advance() goes on
+        where there is no choice."""
+        twin = copy(self)
+        twin._matcher, twin._jumps = self._matcher.deep_copy(), jumps
+        return twin
 
     def advance(self, token_ids: Sequence[int]) -> tuple[list[int], bool]:
         """Take tokens. Returns those that it took after them, since each is the only one in its
@@ -121,7 +147,7 @@ class Grammars:
         self._jump_forward = jump_forward
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[GrammarSpec, Matcher] = OrderedDict()
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self.live: dict[int, Matcher] = {}
@@ -132,12 +158,20 @@ class Grammars:
         with self._lock:
             return spec in self._compiled
 
-    def compile(self, spec: GrammarSpec) -> LLMatcher:
-        """The matcher to copy for this grammar. Raises RequestError that says what is wrong."""
+    def compile(self, spec: GrammarSpec) -> Matcher:
+        """One whose twins are for this grammar. Raises RequestError that says what is wrong."""
         with self._lock:
             if (compiled := self._compiled.get(spec)) is not None:
                 self._compiled.move_to_end(spec)
                 return compiled
+        compiled = _in_deep_stack(lambda: self._compile(spec))
+        with self._lock:
+            self._compiled[spec] = compiled
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile(self, spec: GrammarSpec) -> Matcher:
         from llguidance import LLMatcher, LLParserLimits
 
         with self._vocabulary_lock:
@@ -150,12 +184,7 @@ class Grammars:
             reason = re.split(r"<non-verbose|\n +\d+ \|", compiled.get_error())[0].strip()
             text = reason.replace("Unimplemented keys:", "unsupported keywords in the JSON schema:")
             raise RequestError(f"the grammar can't be used: {text}", param="grammar")
-        Matcher(compiled)  # the first mask is the slowest, and this may be any thread
-        with self._lock:
-            self._compiled[spec] = compiled
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return compiled
+        return Matcher(compiled)  # its first mask is the slowest, and this may be any thread
 
     def start(self, request: Request) -> None:
         """Give a request its matcher, if it asks for a form. Raises RequestError."""
@@ -163,7 +192,7 @@ class Grammars:
         if spec is None:
             return
         jumps = self._jump_forward and request.params.takes_forced_tokens
-        self.live[request.request_id] = Matcher(self.compile(spec), jumps=jumps)
+        self.live[request.request_id] = self.compile(spec).twin(jumps=jumps)
 
     def drop(self, request_id: int) -> None:
         """The request ended, or never began."""
