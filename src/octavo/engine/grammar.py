@@ -14,11 +14,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ..deep_stack import in_deep_stack
 from ..errors import RequestError
 from ..grammar_source import source_of
 from ..grammar_spec import GrammarSpec
@@ -46,25 +46,6 @@ MAX_RUN = 64
 MAX_FORCED = 4096
 """Tokens that may follow each other without a choice: llguidance looks at all of them in each step.
 Also the bound on its looks for one run, all together."""
-
-
-STACK_SIZE = 1 << 28
-"""Bytes, used up only as far as need be. llguidance calls itself along a chain of rules or $refs;
-the longest that MAX_SOURCE_CHARS hold takes less than half of this, and 16 times a usual stack."""
-_STACK_LOCK = threading.Lock()
-
-
-def _in_deep_stack(work: Callable[[], Matcher]) -> Matcher:
-    """Do it in a thread that can't overrun its stack: that would be the end of the process."""
-    with _STACK_LOCK:  # the size is that of all threads which begin meanwhile
-        before = threading.stack_size(STACK_SIZE)
-        try:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="octavo-compile")
-            compiled = pool.submit(work)
-        finally:
-            threading.stack_size(before)
-    with pool:
-        return compiled.result()
 
 
 class GrammarFault(RequestError):
@@ -164,7 +145,8 @@ class Grammars:
             if (compiled := self._compiled.get(spec)) is not None:
                 self._compiled.move_to_end(spec)
                 return compiled
-        compiled = _in_deep_stack(lambda: self._compile(spec))
+        # llguidance calls itself along a chain of rules or $refs.
+        compiled = in_deep_stack(lambda: self._compile(spec))
         with self._lock:
             self._compiled[spec] = compiled
             while len(self._compiled) > MAX_COMPILED:
