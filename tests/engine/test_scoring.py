@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,23 @@ def test_preempted_while_it_is_scored(llm: LLM, model: str, steps_before: int) -
     assert squeezed.stats().num_preemptions == 1
     squeezed.close()
     assert values(output) == values(score(llm, PROMPT))
+
+
+@pytest.mark.parametrize(("seconds", "whole"), [(1.5, False), (2.5, False), (6.5, True)])
+def test_a_prompt_whose_time_is_over_has_all_scores_or_none(
+    model: str, seconds: float, whole: bool
+) -> None:
+    """It ends as one that is not scored would, and the one beside it has all of them."""
+    llm = LLM(model, max_num_batched_tokens=16, **SETTINGS)
+    clock = itertools.count()
+    llm._engine.core.now = lambda: float(next(clock))
+    params = SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1)
+    late, other = llm.generate([PROMPT] * 2, [replace(params, timeout=seconds), params])
+    assert late.outputs[0].finish_reason == "timeout"
+    assert (late.prompt_logprobs is not None) == whole
+    assert not whole or len(values(late)) == len(PROMPT)
+    assert len(values(other)) == len(PROMPT)
+    llm.close()
 
 
 def test_scoring_generates_nothing(llm: LLM) -> None:
