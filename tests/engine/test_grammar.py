@@ -144,12 +144,12 @@ def test_a_fault_of_the_mask_ends_its_request_alone(at: int) -> None:
     engine = bed()
     fill, calls = Matcher._fill, []
 
-    def failing(matcher: Matcher) -> None:
+    def failing(matcher: Matcher, forced: Any) -> None:
         if matcher is engine.core.grammars.live.get(victim):
             calls.append(1)
             if len(calls) > at:
                 raise ZeroDivisionError
-        fill(matcher)
+        fill(matcher, forced)
 
     spec = GrammarSpec.regex("[ab]{20}c")
     victim = engine.add([9, 8, 7], grammar=spec, max_tokens=60, seed=5)

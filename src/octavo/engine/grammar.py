@@ -40,12 +40,12 @@ MAX_COMPILED = 64
 COMPILE_SECONDS = 10.0
 """Until a request whose grammar still waits or compiles is refused."""
 
-MAX_RUN = 64
+MAX_RUN = 56
 """Tokens that one step may append without sampling them."""
 
-MAX_FORCED = 4096
-"""Tokens that may follow each other without a choice: llguidance looks at all of them in each step.
-Also the bound on its looks for one run, all together."""
+MAX_FORCED = 2048
+"""Tokens that may follow each other without a choice: llguidance looks at all of them in each step,
+and for 64 answers that takes 0.2 s. Also the bound on its looks for one run, all together."""
 
 
 class GrammarFault(RequestError):
@@ -67,7 +67,7 @@ class Matcher:
         """Tokens of the request that the executor does not know yet."""
         self.mask = b""
         """Which tokens may come next: bit i % 8, the lowest first, of byte i // 8."""
-        self._fill()
+        self._fill(compiled.compute_ff_tokens())
 
     def twin(self, *, jumps: bool) -> Matcher:
         """Another one that stands where this one does, in no time. `jumps`: its advance() goes on
@@ -82,19 +82,20 @@ class Matcher:
         for token_id in token_ids:
             self._take(token_id)
         run: list[int] = []
+        forced: list[int] = []
         work = 0
         # Only the first of the forced tokens is sure: it alone is in the mask. How the text behind
         # it is cut into tokens depends on where one begins.
-        while self._jumps and len(run) < MAX_RUN and not self._matcher.is_stopped():
+        while not self._matcher.is_stopped():
             forced = self._matcher.compute_ff_tokens()
             work += len(forced)
-            if not forced or work > MAX_FORCED:
+            if not (self._jumps and forced) or len(run) == MAX_RUN or work > MAX_FORCED:
                 break
             self._take(forced[0])
             run.append(forced[0])
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return run, True
-        self._fill()
+        self._fill(forced)
         return run, False
 
     def _take(self, token_id: int) -> None:
@@ -102,8 +103,8 @@ class Matcher:
             raise GrammarFault(f"the grammar refused token {token_id}: {self._why()}")
         self.num_tokens += 1
 
-    def _fill(self) -> None:
-        if len(self._matcher.compute_ff_tokens()) > MAX_FORCED:
+    def _fill(self, forced: Sequence[int]) -> None:
+        if len(forced) > MAX_FORCED:
             raise GrammarFault(f"the grammar leaves no choice for more than {MAX_FORCED} tokens")
         self.mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
