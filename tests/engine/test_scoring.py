@@ -13,6 +13,7 @@ import pytest
 from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
 from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
+from octavo.grammar_spec import GrammarSpec
 from octavo.outputs import RequestOutput
 
 PROMPT = [3 + (7 * i) % (VOCAB_SIZE - 3) for i in range(33)]
@@ -241,6 +242,18 @@ def test_a_row_whose_scoring_fails_ends_alone(llm: LLM, monkeypatch: pytest.Monk
     assert "scoring the prompt failed" in str(failed.outputs[0].error)
     assert failed.prompt_logprobs is None
     assert other.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("budget", [2048, 32, 7])
+def test_an_answer_that_fails_has_no_scores_however_its_prompt_was_cut(
+    model: str, budget: int
+) -> None:
+    """What the grammar asks for is not allowed: an error, that comes with the last chunk."""
+    llm = LLM(model, max_num_batched_tokens=budget, **SETTINGS)
+    output = score(llm, PROMPT, grammar=GrammarSpec.regex("[0-9]+"), allowed_token_ids=(5,))
+    assert output.outputs[0].finish_reason == "error"
+    assert output.prompt_logprobs is None
+    llm.close()
 
 
 def test_bad_words_are_barred_in_every_answer(llm: LLM) -> None:

@@ -93,7 +93,7 @@ class OutputProcessor:
         scores: tuple[Logprob | None, ...] | None = None
         num_before = answer.text.num_tokens
         try:
-            scores = self._prompt_logprobs(answer)
+            scores = self._prompt_logprobs(answer, event)
             piece = answer.text.push(
                 event.token_ids, event.logprobs, event.finish_reason, event.stop_reason
             )
@@ -123,12 +123,16 @@ class OutputProcessor:
             prompt_logprobs=scores,
         )
 
-    def _prompt_logprobs(self, answer: Answer) -> tuple[Logprob | None, ...] | None:
-        """With the first event, since the prompt is done then, unless the request ended before."""
+    def _prompt_logprobs(
+        self, answer: Answer, event: TokenEvent
+    ) -> tuple[Logprob | None, ...] | None:
+        """With the first event, since the prompt is done then, unless its time was over before;
+        never with an error or abort."""
         request = answer.request
         num_top = request.params.prompt_logprobs
         is_whole = len(request.prompt_logprobs) == request.num_prompt_tokens - 1
-        if num_top is None or answer.scored or not is_whole:
+        without = ("error", "abort") if is_whole else ("error", "abort", "timeout")
+        if num_top is None or answer.scored or event.finish_reason in without:
             return None
         answer.scored = True
         token_ids = request.token_ids[: request.num_prompt_tokens]
