@@ -32,7 +32,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     process left is written over. Raises OSError, also while another process writes.
     """
     new = path + ".new"
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as file:
         try:
             flock(file, LOCK_EX | LOCK_NB)
             is_ours = os.path.samestat(os.fstat(file.fileno()), os.stat(new))
@@ -40,6 +40,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             is_ours = False
         if not is_ours:  # or it was, a moment ago, and has put its file into place
             raise OSError("another process writes it now")
+        os.fchmod(file.fileno(), 0o600)  # whoever made it
         file.truncate()
         try:
             yield file

@@ -446,10 +446,13 @@ def test_a_file_that_can_not_be_written_is_refused_at_the_start(tmp_path: Path) 
 def test_two_recordings_never_share_a_file(tmp_path: Path) -> None:
     """The second is refused before it touches what the first has written; once that has ended,
     or was killed, the file is free, and what was in it goes. Devices are everybody's."""
-    path = tmp_path / "run"
+    (path := tmp_path / "run").write_text("left by another")
+    path.chmod(0o666)
     model = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
     first = LLM(model, record=str(path), num_kv_blocks=8, max_model_len=64)
     before = path.read_text()
+    assert before.startswith('["octavo"')
+    assert oct(path.stat().st_mode)[-3:] == "600"
     with pytest.raises(ConfigError, match="nobody else records to"):
         LLM(model, record=str(path), num_kv_blocks=8, max_model_len=64)
     assert path.read_text() == before

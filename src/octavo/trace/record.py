@@ -57,6 +57,7 @@ class RecordingFile:
             try:
                 if S_ISREG(os.fstat(self._file.fileno()).st_mode):  # not a device, nor a pipe
                     flock(self._file, LOCK_EX | LOCK_NB)
+                    os.fchmod(self._file.fileno(), 0o600)
                     self._file.truncate()
             except OSError:
                 self.close()
