@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from unittest import mock
 import pytest
 
 from beds.engine_bed import EngineBed
-from beds.tiny_tokenizer import EOS
+from beds.tiny_tokenizer import EOS, FIRST_BYTE
 from octavo.engine.grammar import Matcher
 from octavo.errors import RequestError
 from octavo.grammar_source import source_of
@@ -161,3 +162,18 @@ def test_the_first_mask_is_made_once_for_all_answers() -> None:
     texts = ["".join(event.text for event in events) for events in engine.run().values()]
     assert len(texts) == 16
     assert all(re.fullmatch("[ab]{3}c", text) for text in texts)
+
+
+def test_one_that_uses_up_its_grammar_leaves_the_next_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """States of the lexer are counted for all answers together, and never fewer."""
+    monkeypatch.setattr("octavo.engine.grammar.MAX_LEXER_STATES", 500)
+    engine = EngineBed(eos_token_ids=(EOS,), num_blocks=400, max_model_len=1000)
+    spec = GrammarSpec.regex("[ab]*a[ab]{30}c?")
+    reasons = []
+    for wanted in ("a" * 40, "".join(random.Random(0).choices("ab", k=900)), "a" * 40):
+        engine.model.prefers = lambda output, text=wanted: [FIRST_BYTE + ord(text[len(output)])]
+        number = engine.add([9, 8, 7], grammar=spec, max_tokens=len(wanted))
+        reasons.append(engine.run()[number, 0][-1].finish_reason)
+    assert reasons == ["length", "error", "length"]

@@ -40,6 +40,9 @@ MAX_COMPILED = 64
 COMPILE_SECONDS = 10.0
 """Until a request whose grammar still waits or compiles is refused."""
 
+MAX_LEXER_STATES = 50_000
+"""Of all answers in one grammar."""
+
 MAX_RUN = 56
 """Tokens that one step may append without sampling them."""
 
@@ -55,10 +58,12 @@ class GrammarFault(RequestError):
 class Matcher:
     """Where one answer stands in its grammar."""
 
-    __slots__ = ("_jumps", "_matcher", "mask", "num_tokens", "unsent")
+    __slots__ = ("_jumps", "_matcher", "first", "mask", "num_tokens", "unsent")
 
     def __init__(self, compiled: LLMatcher) -> None:
         """At the beginning, which may take long. Raises GrammarFault."""
+        self.first = self
+        """The one whose twin this is: they share the states of one lexer, and its bounds."""
         self._matcher = compiled
         self._jumps = False
         self.num_tokens = 0
@@ -160,7 +165,7 @@ class Grammars:
         with self._vocabulary_lock:
             vocabulary = self._vocabulary
         # The library's own bounds on work and memory; a step of a mask ends within milliseconds.
-        limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         compiled = LLMatcher(vocabulary, source_of(spec), log_level=0, limits=limits)
         if compiled.is_error():
             # Of the lines around the place only some are the user's own.
@@ -212,6 +217,9 @@ class Grammars:
             if not isinstance(fault, GrammarFault):
                 logger.exception("the grammar of request %d failed", event.request_id)
             self.drop(event.request_id)
+            with self._lock:  # its twins may have used up what one may use: the next start anew
+                for spec in [s for s, first in self._compiled.items() if first is matcher.first]:
+                    del self._compiled[spec]
             error = str(fault) or f"internal error in the grammar: {type(fault).__name__}"
             return TokenEvent(event.request_id, (), (), "error", None, error)
         if run:
