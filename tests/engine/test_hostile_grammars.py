@@ -177,3 +177,21 @@ def test_one_that_uses_up_its_grammar_leaves_the_next_a_new_one(
         number = engine.add([9, 8, 7], grammar=spec, max_tokens=len(wanted))
         reasons.append(engine.run()[number, 0][-1].finish_reason)
     assert reasons == ["length", "error", "length"]
+
+
+def test_what_is_kept_of_grammars_is_bounded() -> None:
+    """By number and by size, the newest ones; and what was dropped is compiled again."""
+    grammars = EngineBed(eos_token_ids=(EOS,)).core.grammars
+    small = [GrammarSpec.regex(f"a{{{i}}}") for i in range(1, 41)]
+    for spec in small:
+        grammars.compile(spec)
+    assert [grammars.is_compiled(spec) for spec in small] == [False] * 8 + [True] * 32
+    large = [GrammarSpec.choice([f"{i} {'x' * 200} {j}" for j in range(1000)]) for i in range(7)]
+    for spec in large:
+        grammars.compile(spec)
+    num_kept = sum(map(grammars.is_compiled, large))
+    assert 1 < num_kept < 7
+    assert all(map(grammars.is_compiled, large[-num_kept:]))
+    assert not any(map(grammars.is_compiled, small))
+    grammars.compile(large[0])
+    assert grammars.is_compiled(large[0])

@@ -34,8 +34,9 @@ logger = logging.getLogger("octavo")
 COMPLETE = "complete"
 """finish_reason of a TokenEvent whose last token completes the grammar, and is text: "stop"."""
 
-MAX_COMPILED = 64
-"""Grammars kept for the next request that asks for the same."""
+MAX_COMPILED, MAX_COMPILED_CHARS = 32, 2**20
+"""Grammars kept for the next request that asks for the same, and their source: each may come to
+20 MB by its lexer's states, or by 250 bytes for each character."""
 
 COMPILE_SECONDS = 10.0
 """Until a request whose grammar still waits or compiles is refused."""
@@ -155,8 +156,10 @@ class Grammars:
         compiled = in_deep_stack(lambda: self._compile(spec))
         with self._lock:
             self._compiled[spec] = compiled
-            while len(self._compiled) > MAX_COMPILED:
+            sizes = [len(kept.source) for kept in self._compiled]
+            while len(sizes) > MAX_COMPILED or sum(sizes) > MAX_COMPILED_CHARS:
                 self._compiled.popitem(last=False)
+                del sizes[0]
         return compiled
 
     def _compile(self, spec: GrammarSpec) -> Matcher:
