@@ -77,7 +77,7 @@ CHAINS: dict[str, list[Callable[[], GrammarSpec]]] = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_no_chain_overruns_the_stack(name: str) -> None:
-    """Each link is a call inside the last one; one too many would be the end of the server."""
+    """C98: each link is a call inside the last one; one too many would be the end of the server."""
     act = "EngineBed(eos_token_ids=(EOS,)).core.grammars.compile(make())"
     assert apart("CHAINS", name, act).endswith("alive\n")
 
@@ -98,7 +98,7 @@ ENDLESS: dict[str, list[Callable[[], GrammarSpec]]] = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_text_is_looked_at_once(name: str) -> None:
-    """Python's lock is held meanwhile: whoever makes it look again and again stops everybody."""
+    """C98: Python's lock is held meanwhile; looking again and again would stop everybody."""
     assert apart("ENDLESS", name, "source_of(make())").endswith("alive\n")
 
 
@@ -130,7 +130,7 @@ def many(number: int) -> str:
     ],
 )
 def test_thousands_of_optional_parts_are_refused(make: Callable[[], GrammarSpec]) -> None:
-    """To compile them takes time by the square of their number, and a few lines hold many."""
+    """C98: to compile them takes time by the square of their number, and a few lines hold many."""
     with pytest.raises(RequestError, match="parts of its expressions may be missing"):
         source_of(make())
 
@@ -152,7 +152,7 @@ def test_what_only_looks_optional_is_not_counted(make: Callable[[], GrammarSpec]
 
 
 def test_the_first_mask_is_made_once_for_all_answers() -> None:
-    """It may take 60 ms, and they all begin between two steps of others; each ends in its form."""
+    """C98: it may take 60 ms, and they all begin between two steps; each ends in its form."""
     engine = EngineBed(eos_token_ids=(EOS,), num_blocks=400)
     spec = GrammarSpec.regex("[ab]{3}c")
     engine.core.grammars.compile(spec)
@@ -167,7 +167,7 @@ def test_the_first_mask_is_made_once_for_all_answers() -> None:
 def test_one_that_uses_up_its_grammar_leaves_the_next_a_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """States of the lexer are counted for all answers together, and never fewer."""
+    """C98: states of the lexer are counted for all answers together, and never fewer."""
     monkeypatch.setattr("octavo.engine.grammar.MAX_LEXER_STATES", 500)
     engine = EngineBed(eos_token_ids=(EOS,), num_blocks=400, max_model_len=1000)
     spec = GrammarSpec.regex("[ab]*a[ab]{30}c?")
@@ -180,7 +180,7 @@ def test_one_that_uses_up_its_grammar_leaves_the_next_a_new_one(
 
 
 def test_what_is_kept_of_grammars_is_bounded() -> None:
-    """By number and by size, the newest ones; and what was dropped is compiled again."""
+    """C98: by number and by size, the newest ones; and what was dropped is compiled again."""
     grammars = EngineBed(eos_token_ids=(EOS,)).core.grammars
     small = [GrammarSpec.regex(f"a{{{i}}}") for i in range(1, 41)]
     for spec in small:

@@ -116,7 +116,7 @@ def test_preempted_while_it_is_scored(llm: LLM, model: str, steps_before: int) -
 def test_a_prompt_whose_time_is_over_has_all_scores_or_none(
     model: str, seconds: float, whole: bool
 ) -> None:
-    """It ends as one that is not scored would, and the one beside it has all of them."""
+    """C43: it ends as one that is not scored would, and the one beside it has all of them."""
     llm = LLM(model, max_num_batched_tokens=16, **SETTINGS)
     clock = itertools.count()
     llm._engine.core.now = lambda: float(next(clock))
