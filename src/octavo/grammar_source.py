@@ -1,13 +1,21 @@
-"""A form in llguidance's own words: text from text, nothing is compiled."""
+"""A form in llguidance's own words, and compiled."""
 
 from __future__ import annotations
 
 import json
 import re
 from functools import cache
+from typing import TYPE_CHECKING
 
+from .deep_stack import in_deep_stack
 from .errors import RequestError
 from .grammar_spec import LITERAL, GrammarSpec, num_optional, refuse_optional
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_LEXER_STATES = 50_000
+"""Of all answers in one grammar."""
 
 _THINKING = r"""
 rest[lazy]: /(.|\n)*/ "</think>"
@@ -21,6 +29,24 @@ _NAME = re.compile(r"\w+")
 _LARK_OPTIONAL = re.compile(r"[?*{~\[]")
 
 _STARTS = {"": "", "open": "rest blank", "may": '(/[ \\n]*/ "<think>" rest blank)?'}
+
+
+def matcher_of(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
+    """At the beginning of an answer. Raises RequestError that says what is wrong."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    # The library's own bounds on work and memory; a step of a mask ends within milliseconds.
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    # It calls itself along a chain of rules or $refs.
+    matcher = in_deep_stack(
+        lambda: LLMatcher(vocabulary, source_of(spec), log_level=0, limits=limits)
+    )
+    if matcher.is_error():
+        # Of the lines around the place only some are the user's own.
+        reason = re.split(r"<non-verbose|\n +\d+ \|", matcher.get_error())[0].strip()
+        text = reason.replace("Unimplemented keys:", "unsupported keywords in the JSON schema:")
+        raise RequestError(f"the grammar can't be used: {text}", param="grammar")
+    return matcher
 
 
 def source_of(spec: GrammarSpec) -> str:

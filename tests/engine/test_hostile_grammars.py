@@ -168,7 +168,7 @@ def test_one_that_uses_up_its_grammar_leaves_the_next_a_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """C98: states of the lexer are counted for all answers together, and never fewer."""
-    monkeypatch.setattr("octavo.engine.grammar.MAX_LEXER_STATES", 500)
+    monkeypatch.setattr("octavo.grammar_source.MAX_LEXER_STATES", 500)
     engine = EngineBed(eos_token_ids=(EOS,), num_blocks=400, max_model_len=1000)
     spec = GrammarSpec.regex("[ab]*a[ab]{30}c?")
     reasons = []

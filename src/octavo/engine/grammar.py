@@ -9,7 +9,6 @@ of the form it was promised in (C71).
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -18,9 +17,8 @@ from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..deep_stack import in_deep_stack
 from ..errors import RequestError
-from ..grammar_source import source_of
+from ..grammar_source import matcher_of
 from ..grammar_spec import GrammarSpec
 from ..messages import SchedulerOutput, TokenEvent
 from ..request import Request
@@ -40,9 +38,6 @@ MAX_COMPILED, MAX_COMPILED_CHARS = 32, 2**20
 
 COMPILE_SECONDS = 10.0
 """Until a request whose grammar still waits or compiles is refused."""
-
-MAX_LEXER_STATES = 50_000
-"""Of all answers in one grammar."""
 
 MAX_RUN = 56
 """Tokens that one step may append without sampling them."""
@@ -152,8 +147,10 @@ class Grammars:
             if (compiled := self._compiled.get(spec)) is not None:
                 self._compiled.move_to_end(spec)
                 return compiled
-        # llguidance calls itself along a chain of rules or $refs.
-        compiled = in_deep_stack(lambda: self._compile(spec))
+        with self._vocabulary_lock:
+            vocabulary = self._vocabulary
+        # Its first mask is the slowest, and this may be any thread.
+        compiled = Matcher(matcher_of(spec, vocabulary))
         with self._lock:
             self._compiled[spec] = compiled
             sizes = [len(kept.source) for kept in self._compiled]
@@ -161,21 +158,6 @@ class Grammars:
                 self._compiled.popitem(last=False)
                 del sizes[0]
         return compiled
-
-    def _compile(self, spec: GrammarSpec) -> Matcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        with self._vocabulary_lock:
-            vocabulary = self._vocabulary
-        # The library's own bounds on work and memory; a step of a mask ends within milliseconds.
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        compiled = LLMatcher(vocabulary, source_of(spec), log_level=0, limits=limits)
-        if compiled.is_error():
-            # Of the lines around the place only some are the user's own.
-            reason = re.split(r"<non-verbose|\n +\d+ \|", compiled.get_error())[0].strip()
-            text = reason.replace("Unimplemented keys:", "unsupported keywords in the JSON schema:")
-            raise RequestError(f"the grammar can't be used: {text}", param="grammar")
-        return Matcher(compiled)  # its first mask is the slowest, and this may be any thread
 
     def start(self, request: Request) -> None:
         """Give a request its matcher, if it asks for a form. Raises RequestError."""
