@@ -44,7 +44,7 @@ MAX_RUN = 56
 
 MAX_FORCED = 2048
 """Tokens that may follow each other without a choice: llguidance looks at all of them in each step,
-and for 64 answers that takes half a second. Also the bound on its looks for one run, all together."""
+half a second for 64 answers. Also the bound on its looks for one run, all together."""
 
 
 class GrammarFault(RequestError):
