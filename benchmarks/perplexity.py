@@ -100,9 +100,10 @@ def perplexity(checkpoint: Checkpoint, token_ids: list[int], **settings: Any) ->
             seq_lens=np.array([len(ids)], np.int32),
             block_table=np.arange(WINDOW // BLOCK_SIZE, dtype=np.int32)[None, :],
             logits_indices=positions,
+            argmax_only=np.zeros(len(ids), np.int32),
         )
         arena.reset()
-        logits = model.forward(batch, kv_cache, arena)
+        logits = model.forward(batch, kv_cache, arena).logits
         for row, token in zip(logits, ids[1:], strict=False):
             top = float(row.max())
             total += (

@@ -86,9 +86,9 @@ class Timed:
         self.sampler = sampler
         self.seconds = 0.0
 
-    def sample(self, logits: Any, rows: Any) -> Any:
+    def sample(self, *args: Any) -> Any:
         start = time.thread_time()
-        result = self.sampler.sample(logits, rows)
+        result = self.sampler.sample(*args)
         self.seconds = time.thread_time() - start
         return result
 

@@ -79,7 +79,7 @@ def _stages_of_columns(config: ModelConfig) -> dict[tuple[int, int], str]:
 
 
 def make_batch(query_lens: list[int], seq_lens: list[int]) -> ForwardBatch:
-    """Requests that stand at their ends, each with blocks of its own, each sampled."""
+    """Requests that stand at their ends, each with blocks of its own, each sampled greedily."""
     per_request = -(-max(seq_lens) // BLOCK_SIZE)
     table = np.arange(len(seq_lens) * per_request, dtype=np.int32).reshape(len(seq_lens), -1)
     parts = list(zip(query_lens, seq_lens, strict=True))
@@ -95,6 +95,7 @@ def make_batch(query_lens: list[int], seq_lens: list[int]) -> ForwardBatch:
         seq_lens=np.array(seq_lens, np.int32),
         block_table=table,
         logits_indices=starts[1:] - 1,
+        argmax_only=np.ones(len(parts), np.int32),
         sampled_positions=np.array(seq_lens, np.int32) - 1,
         sampled_start_loc=np.arange(len(parts) + 1, dtype=np.int32),
     )

@@ -85,7 +85,7 @@ inline void amx_store(const AmxProduct& p, const float* sums, i64 panel) {
 // Logits: megabytes that are read much later. Written past the caches, they need not be read
 // first, nor do they push out weights.
 inline bool amx_streams(const Matrix& out) {
-    return out.rows * out.cols >= (1 << 19) && out.stride % 16 == 0 &&
+    return out.rows * out.stride >= (1 << 19) && out.stride % 16 == 0 &&
            reinterpret_cast<std::uintptr_t>(out.data) % 64 == 0;
 }
 

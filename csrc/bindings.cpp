@@ -267,6 +267,18 @@ public:
         level_->linear(from, weight.weight, to);
     }
 
+    void lm_head(const In& x, const Linear& weight, const Indices& argmax_only, const Out& logits,
+                 const Out& best) const {
+        const Matrix from = matrix(x, "x"), to = logits_of(logits);
+        require_shape(from, from.rows, weight.weight.k, "x");
+        require_shape(to, from.rows, weight.weight.n, "logits");
+        require_range(argmax_only, from.rows, 2, "argmax_only");
+        const auto* ids = column<std::int32_t>(best, from.rows, "best");
+        nb::gil_scoped_release released;
+        level_->lm_head(
+            {from, weight.weight, argmax_only.data(), to, const_cast<std::int32_t*>(ids)});
+    }
+
     void rms_norm(const In& x, const In& weight, float eps, const Out& out) const {
         const Matrix from = matrix(x, "x"), to = matrix(out, "out");
         require_shape(to, from.rows, from.cols, "out");
@@ -542,6 +554,7 @@ NB_MODULE(_native, m) {
         .def("kv_bytes_per_token", &Ops::bytes_per_token)
         .def("embedding", &Ops::embedding)
         .def("linear", &Ops::linear)
+        .def("lm_head", &Ops::lm_head)
         .def("rms_norm", &Ops::rms_norm)
         .def("fused_add_rms_norm", &Ops::fused_add_rms_norm)
         .def("rotary_embedding", &Ops::rotary)
@@ -563,7 +576,8 @@ NB_MODULE(_native, m) {
         .value("reshape_and_cache", Op::cache_write)
         .value("paged_attention", Op::attention)
         .value("silu_and_mul", Op::silu_and_mul)
-        .value("gather_rows", Op::copy_rows);
+        .value("gather_rows", Op::copy_rows)
+        .value("lm_head", Op::lm_head);
 
     nb::class_<View>(m, "View");
     m.def("view", &view, "buffer"_a, "offset"_a, "shape"_a, "strides"_a, "bfloat16"_a);

@@ -149,6 +149,17 @@ struct AttentionArgs {
     Matrix out;
 };
 
+// The LM head of rows x: logits[r], or where argmax_only[r] is not 0 best[r] = the column of the
+// largest (NaNs are passed over, of equals the first counts), and logits[r] is left alone. best[r]
+// is -1 where logits[r] was written: also, with -inf, where no logit is above -inf.
+struct HeadArgs {
+    Matrix x;
+    PackedWeight weight;
+    const std::int32_t* argmax_only;
+    Matrix logits;
+    std::int32_t* best;
+};
+
 // Rows of logits to sample: parameters of rows[i] at [i]. out[i] is a token id, or -1 where the
 // row's largest logit is infinite, which is left to the caller. Where show is not 0, a row that is
 // drawn from (not a greedy one) becomes what was drawn from.
@@ -193,6 +204,7 @@ struct Level {
     bool decodes_cells;  // weights in stored formats become bf16 before they are multiplied
     void (*pack)(const float* weight, i64 stride, PackedWeight packed);
     void (*linear)(Matrix x, PackedWeight weight, Matrix out);
+    void (*lm_head)(const HeadArgs& args);
     void (*embedding)(const std::int32_t* ids, PackedWeight weight, Matrix out);
     void (*rms_norm)(Matrix x, const Matrix* residual, const float* weight, float eps, Matrix out);
     void (*rotary)(const std::int32_t* positions, Heads heads, Matrix cos_sin);

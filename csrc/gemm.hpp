@@ -113,7 +113,7 @@ inline void store_columns(const Matrix& out, i64 row, i64 column, VF value) {
 
 // How a product is cut into tasks: blocks of rows by chunks of panels.
 struct Cut {
-    i64 block_rows, num_blocks, chunk_panels, num_chunks;
+    i64 block_rows, num_blocks, chunk_panels;
 };
 
 inline Cut cut(i64 m, const PackedWeight& w, i64 max_block_rows, i64 panel_multiple) {
@@ -129,17 +129,37 @@ inline Cut cut(i64 m, const PackedWeight& w, i64 max_block_rows, i64 panel_multi
     const i64 least = ceil_div(i64{1} << 18, c.block_rows * w.panel_elements());
     c.chunk_panels = round_up(max64(min64(by_size, by_share), least), panel_multiple);
     if (num_threads() == 1) c.chunk_panels = round_up(by_size, panel_multiple);
-    c.num_chunks = ceil_div(panels, c.chunk_panels);
     return c;
 }
 
-// Shares out all pieces: f(row, end, first, last) is rows [row, end) against panels [first, last).
-template <class F>
-void for_each_piece(const Cut& c, i64 rows, i64 panels, F f) {
-    parallel_for(c.num_blocks * c.num_chunks, 1, [&](i64 task) {
-        const i64 row = task / c.num_chunks * c.block_rows;
-        const i64 first = task % c.num_chunks * c.chunk_panels;
-        f(row, min64(row + c.block_rows, rows), first, min64(first + c.chunk_panels, panels));
+// Rows [row, end) against panels [first, last).
+struct Piece {
+    i64 row, end, first, last;
+};
+
+// Where a product goes. A sink opens a matrix for each piece, of which only the piece's rows and
+// columns are written, and closes it when they are: here the one that takes it all.
+struct WholeMatrix {
+    const Matrix& out;
+
+    i64 most_panels(i64) const { return i64{1} << 32; }  // of a piece of so many rows
+    Matrix open(const Piece&) const { return out; }
+    void close(const Piece&, const Matrix&) const {}
+};
+
+// Shares out all pieces: f(piece, the matrix that it goes to).
+template <class S, class F>
+void for_each_piece(const Cut& c, i64 rows, i64 panels, const S& sink, F f) {
+    const i64 chunk_panels = min64(c.chunk_panels, sink.most_panels(c.block_rows));
+    const i64 num_chunks = ceil_div(panels, chunk_panels);
+    parallel_for(c.num_blocks * num_chunks, 1, [&](i64 task) {
+        const i64 row = task / num_chunks * c.block_rows;
+        const i64 first = task % num_chunks * chunk_panels;
+        const Piece piece{row, min64(row + c.block_rows, rows), first,
+                          min64(first + chunk_panels, panels)};
+        const Matrix out = sink.open(piece);
+        f(piece, out);
+        sink.close(piece, out);
     });
 }
 
@@ -189,36 +209,37 @@ void product_rows(const Product<D>& p, i64 row, i64 count, i64 panel, i64 num_pa
     });
 }
 
-template <class D>
-void linear_as(const Matrix& x, const PackedWeight& w, const Matrix& out) {
-    Product<D> p{activations<typename D::A>(x, round_up(w.k, 2), w.k_padded), w, out,
-                 ceil_div(w.k, 2)};
+template <class D, class S>
+void linear_as(const Matrix& x, const PackedWeight& w, const S& sink) {
+    const auto a = activations<typename D::A>(x, round_up(w.k, 2), w.k_padded);
     // A block of rows stays in the second cache while panels pass by.
     const i64 row_bytes = w.k_padded * static_cast<i64>(sizeof(typename D::A));
     const i64 max_rows = round_up(max64(kMaxRows, (i64{768} << 10) / row_bytes), kMaxRows);
     const i64 together = panels_of(static_cast<int>(min64(x.rows, kMaxRows)));
     const Cut c = cut(x.rows, w, max_rows, together);
-    for_each_piece(c, x.rows, w.num_panels(), [&](i64 row, i64 end, i64 first, i64 last) {
-        for (i64 panel = first; panel < last; panel += together) {
-            product_rows(p, row, end - row, panel, min64(together, last - panel));
+    for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& piece, const Matrix& out) {
+        const Product<D> p{a, w, out, ceil_div(w.k, 2)};
+        for (i64 panel = piece.first; panel < piece.last; panel += together) {
+            product_rows(p, piece.row, piece.end - piece.row, panel,
+                         min64(together, piece.last - panel));
         }
     });
 }
 
 #if defined(__AMX_BF16__)
-inline void linear_amx(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+template <class S>
+void linear_amx(const Matrix& x, const PackedWeight& w, const S& sink) {
     const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
     const i64 max_rows = round_up(max64(32, (i64{1} << 19) / (w.k_padded * 2)), 32);
     const Cut c = cut(x.rows, w, max_rows, x.rows <= 16 ? 2 : 1);
-    for_each_piece(c, x.rows, w.num_panels(), [&](i64 row, i64 end, i64 first, i64 last) {
-        amx_product(a.data, a.stride, row, end, w, first, last, out);
+    for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& p, const Matrix& out) {
+        amx_product(a.data, a.stride, p.row, p.end, w, p.first, p.last, out);
     });
 }
-#endif
 
-#if defined(__AMX_BF16__)
 // Stored formats. A block of rows stays in the second cache; decoding for each costs little.
-inline void linear_cells_amx(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+template <class S>
+void linear_cells_amx(const Matrix& x, const PackedWeight& w, const S& sink) {
     const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
     bool nibbles = false;
     for (i64 panel = 0; panel < w.num_panels(); ++panel) nibbles |= w.cells[panel].format.bits == 4;
@@ -227,76 +248,79 @@ inline void linear_cells_amx(const Matrix& x, const PackedWeight& w, const Matri
     const i64 max_rows = round_up(max64(32, (i64{1} << 20) / (w.k_padded * 2)), 32);
     Cut c = cut(x.rows, w, max_rows, 1);
     c.block_rows = round_up(c.block_rows, kPairedRows);
-    for_each_piece(c, x.rows, w.num_panels(), [&](i64 row, i64 end, i64 first, i64 last) {
-        amx_cells_product(a.data, a.stride, paired, row, end, w, first, last, out);
+    for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& p, const Matrix& out) {
+        amx_cells_product(a.data, a.stride, paired, p.row, p.end, w, p.first, p.last, out);
     });
 }
 
 // int8 of our own: activations in two parts, sums over all of K. Each panel meets the rows of a
 // block, which stay in the second cache, while it is near.
-inline void linear_parts(const Matrix& x, const PackedWeight& w, const Matrix& out) {
+template <class S>
+void linear_parts(const Matrix& x, const PackedWeight& w, const S& sink) {
     const ActivationParts a = split_rows(x, w.k_padded);
     const i64 max_rows =
         max64(kPartRows, (i64{3} << 18) / (2 * w.k_padded) / kPartRows * kPartRows);
     Cut c = cut(x.rows, w, max_rows, 1);
     c.block_rows = round_up(c.block_rows, kPartRows);
-    for_each_piece(c, x.rows, w.num_panels(), [&](i64 row, i64 end, i64 first, i64 last) {
-        parts_product(a, row, end, w, first, last, out);
-    });
-}
-#endif
-
-// Panels that multiply as int8.
-inline void linear_int8(const Matrix& x, const PackedWeight& w, const Matrix& out) {
-    const Activations8 a = quantise_rows(x, w.k_padded);
-    const Cut c = cut(x.rows, w, round_up(max64(16, (i64{1} << 19) / w.k_padded), 16), 1);
-    for_each_piece(c, x.rows, w.num_panels(), [&](i64 row, i64 end, i64 first, i64 last) {
-        for (i64 panel = first; panel < last; ++panel) {
-            if (!w.cells[panel].format.multiplies_as_int8()) continue;
-            panel_product8(a, w.cells[panel], row, end, out, panel * kPanel);
-        }
+    for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& p, const Matrix& out) {
+        parts_product(a, p.row, p.end, w, p.first, p.last, out);
     });
 }
 
-// The others, one at a time as bf16. All rows at once: decoding a panel is dear.
-inline void linear_decoded(const Matrix& x, const PackedWeight& w, const Matrix& out) {
-    const auto a = activations<DotPacked::A>(x, round_up(w.k, 2), w.k_padded);
-    parallel_for(w.num_panels(), 1, [&](i64 panel) {
-        if (w.cells[panel].format.multiplies_as_int8()) return;
-        const Product<DotPacked> p{a, decode_panel(w, panel), from_panel(out, panel),
-                                   ceil_div(w.k, 2)};
-        product_rows(p, 0, x.rows, 0, 1);
-    });
+template <class S>
+void linear_cells(const Matrix& x, const PackedWeight& w, const S& sink) {
+    w.cells[0].format.scales_columns() ? linear_parts(x, w, sink) : linear_cells_amx(x, w, sink);
 }
-
-inline void linear_cells(const Matrix& x, const PackedWeight& w, const Matrix& out) {
-#if defined(__AMX_BF16__)
-    w.cells[0].format.scales_columns() ? linear_parts(x, w, out) : linear_cells_amx(x, w, out);
 #else
+
+// Panels that multiply as int8, and others as bf16: decoding those is dear, so all rows meet them
+// at once, and each is a task of its own.
+template <class S>
+void linear_cells(const Matrix& x, const PackedWeight& w, const S& sink) {
     i64 num_int8 = 0;
     for (i64 panel = 0; panel < w.num_panels(); ++panel) {
         num_int8 += w.cells[panel].format.multiplies_as_int8();
     }
-    if (num_int8 > 0) linear_int8(x, w, out);
-    if (num_int8 < w.num_panels()) linear_decoded(x, w, out);
-#endif
+    Activations8 quants{};
+    Activations<DotPacked::A> plain{};
+    Cut c = cut(x.rows, w, round_up(max64(16, (i64{1} << 19) / w.k_padded), 16), 1);
+    if (num_int8 > 0) quants = quantise_rows(x, w.k_padded);
+    if (num_int8 < w.num_panels()) {
+        plain = activations<DotPacked::A>(x, round_up(w.k, 2), w.k_padded);
+        c = {x.rows, 1, 1};
+    }
+    for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& piece, const Matrix& out) {
+        for (i64 panel = piece.first; panel < piece.last; ++panel) {
+            if (w.cells[panel].format.multiplies_as_int8()) {
+                panel_product8(quants, w.cells[panel], piece.row, piece.end, out, panel * kPanel);
+            } else {
+                const Product<DotPacked> p{plain, decode_panel(w, panel), from_panel(out, panel),
+                                           ceil_div(w.k, 2)};
+                product_rows(p, piece.row, piece.end - piece.row, 0, 1);
+            }
+        }
+    });
 }
+#endif
 
-inline void linear(Matrix x, PackedWeight w, Matrix out) {
+template <class S>
+void linear_into(const Matrix& x, const PackedWeight& w, const S& sink) {
     if (x.rows == 0) return;
     if (w.cells != nullptr) {
-        linear_cells(x, w, out);
+        linear_cells(x, w, sink);
         return;
     }
     if (w.dtype == DType::f32) {
-        linear_as<DotF32>(x, w, out);
+        linear_as<DotF32>(x, w, sink);
         return;
     }
 #if defined(__AMX_BF16__)
-    linear_amx(x, w, out);
+    linear_amx(x, w, sink);
 #else
-    linear_as<DotPacked>(x, w, out);
+    linear_as<DotPacked>(x, w, sink);
 #endif
 }
+
+inline void linear(Matrix x, PackedWeight w, Matrix out) { linear_into(x, w, WholeMatrix{out}); }
 
 }  // namespace octavo::OCTAVO_LEVEL

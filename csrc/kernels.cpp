@@ -2,7 +2,7 @@
 // OCTAVO_LEVEL naming its namespace.
 #include "attention.hpp"
 #include "elementwise.hpp"
-#include "gemm.hpp"
+#include "head.hpp"
 #include "sampler.hpp"
 
 #define OCTAVO_TEXT_OF(name) #name
@@ -15,6 +15,7 @@ const Level level = {OCTAVO_TEXT(OCTAVO_LEVEL),
                      kDecodesCells,
                      pack,
                      linear,
+                     lm_head,
                      embedding,
                      rms_norm,
                      rotary,

@@ -84,6 +84,9 @@ void Program::check_call(const Call& call, const Placed& placed) const {
         case Op::copy_rows:
             limit = placed.rows(call.a), count = placed.rows(call.out), name = "indices";
             break;
+        case Op::lm_head:
+            limit = 2, count = placed.rows(call.a), name = "argmax_only";
+            break;
         case Op::attention: {
             const Input& starts = placed.input(call, 1);
             const i64 num_reqs = placed.input(call, 2).size;
@@ -144,6 +147,10 @@ void Program::run(const Level& level, const Step& step) const {
                 break;
             case Op::copy_rows:
                 level.copy_rows(at.matrix(call.a), at.input(call, 0).data, at.matrix(call.out));
+                break;
+            case Op::lm_head:
+                level.lm_head({at.matrix(call.a), call.weight, at.input(call, 0).data,
+                               at.matrix(call.out), at.matrix(call.b).row<std::int32_t>(0)});
                 break;
         }
     }

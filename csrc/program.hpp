@@ -30,7 +30,8 @@ enum class Op : std::uint8_t {
     cache_write,
     attention,
     silu_and_mul,
-    copy_rows
+    copy_rows,
+    lm_head
 };
 
 struct Call {

@@ -17,7 +17,17 @@ void set_num_threads(int count);
 
 // Scratch memory of the calling thread, 64-byte aligned, contents undefined, valid until the next
 // request for the same slot from this thread.
-enum class Scratch { activations, activations8, attention, items, partials, weights, count };
+enum class Scratch {
+    activations,
+    activations8,
+    attention,
+    items,
+    logits,
+    partials,
+    ranks,
+    weights,
+    count
+};
 void* scratch(Scratch slot, i64 bytes);
 
 }  // namespace octavo

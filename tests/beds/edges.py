@@ -94,6 +94,11 @@ def uses(ops: Any, weight: Any, rows: int, rng: np.random.Generator) -> Iterator
         out = poisoned((rows, n), out_dtype)
         ops.linear(rng.standard_normal((rows, k), dtype=np.float32).astype(x_dtype), weight, out)
         yield bits(out)
+        for flags in ([1] * rows, [i % 2 for i in range(rows)]):
+            logits, best = poisoned((rows, n), np.float32), np.full(rows, -7, np.int32)
+            x = rng.standard_normal((rows, k), dtype=np.float32).astype(x_dtype)
+            ops.lm_head(x, weight, np.array(flags, np.int32), logits, best)
+            yield bits(logits) + bits(best)
     out = poisoned((2, k), np.float32)
     ops.embedding(np.array([n - 1, 0], np.int32), weight, out)
     yield bits(out)

@@ -18,6 +18,7 @@ class GreedyState:
         self.row = new.row
         self.request_id = new.request_id
         self.token_ids = list(new.token_ids)
+        self.takes_argmax = new.row % 2 == 1
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -27,12 +28,15 @@ class GreedySampler:
     """Stands for sampling.sampler.Sampler, and overwrites its logits as that may."""
 
     def sample(
-        self, logits: np.ndarray, rows: Sequence[GreedyState]
+        self, logits: np.ndarray, rows: Sequence[GreedyState], best: np.ndarray
     ) -> list[SampledToken | RowFault]:
-        assert len(logits) == len(rows)
+        assert len(logits) == len(best) == len(rows)
         outcomes: list[SampledToken | RowFault] = []
-        for row_logits, state in zip(logits, rows, strict=True):
-            if np.isnan(row_logits).all():
+        for row_logits, state, token_id in zip(logits, rows, best.tolist(), strict=True):
+            if token_id >= 0:
+                assert state.takes_argmax
+                outcomes.append(SampledToken(state.row, token_id))
+            elif not (row_logits > -np.inf).any():
                 outcomes.append(RowFault(state.row, "no number among the logits"))
             else:
                 outcomes.append(SampledToken(state.row, int(row_logits.argmax())))

@@ -42,7 +42,7 @@ def naive_batch(parts: list[Part], block_size: int) -> ForwardBatch:
         ends_wanted = ends_wanted and wanted[counts[-2] :] == list(tail)
     width = max(len(part.block_ids) for part in parts)
     table = [part.block_ids + [-1] * (width - len(part.block_ids)) for part in parts]
-    columns = [input_ids, positions, slots, starts, seq_lens, table, wanted]
+    columns = [input_ids, positions, slots, starts, seq_lens, table, wanted, [0] * len(wanted)]
     if ends_wanted:
         columns += [[positions[row] for row in wanted], counts]
     return ForwardBatch(*(np.array(column, np.int32) for column in columns))
@@ -92,7 +92,7 @@ class Drive:
         """Compute the next `num_new` positions of each (sequence, num_new), in one batch."""
         self.arena.reset()
         batch = naive_batch([seq.part(num_new) for seq, num_new in work], self.block_size)
-        logits = self.model.forward(batch, self.kv_cache, self.arena)
+        logits = self.model.forward(batch, self.kv_cache, self.arena).logits
         for index, (seq, num_new) in enumerate(work):
             rows = logits[batch.query_start_loc[index] : batch.query_start_loc[index + 1]].copy()
             seq.logits = rows if seq.logits is None else np.concatenate([seq.logits, rows])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from beds.cpu_kernels import CASES, IDS, bits, kernels
 from beds.steps import Part, naive_batch
 from beds.tiny_llama import VARIANTS, make_checkpoint
-from octavo.kernels.api import Forward, KVCache
+from octavo.kernels.api import Forward, HeadOutput, KVCache
 from octavo.kernels.arena import NumpyArena
 from octavo.kernels.cpu.capture import CapturedForward
 from octavo.models.batch import ForwardBatch, trace_batches
@@ -60,9 +60,17 @@ def last_rows(batch: ForwardBatch, samples: list[bool]) -> ForwardBatch:
     indices = (batch.query_start_loc[1:] - 1)[np.array(samples, bool)].astype(np.int32)
     return batch._replace(
         logits_indices=indices,
+        argmax_only=np.zeros(len(indices), np.int32),
         sampled_positions=batch.positions[indices],
         sampled_start_loc=np.concatenate(([0], np.cumsum(samples))).astype(np.int32),
     )
+
+
+def some_argmax(draw: st.DrawFn, batch: ForwardBatch) -> ForwardBatch:
+    """`batch`, of some of whose sampled rows only the argmax is wanted."""
+    size = len(batch.logits_indices)
+    only = draw(st.lists(st.integers(0, 1), min_size=size, max_size=size))
+    return batch._replace(argmax_only=np.array(only, np.int32))
 
 
 @st.composite
@@ -82,12 +90,13 @@ def steps(draw: st.DrawFn, vocab_size: int) -> list[ForwardBatch]:
             for each, cut, block in zip(ids, cuts, blocks, strict=True)
         ]
         samples = draw(st.lists(st.booleans(), min_size=number, max_size=number))
-        both.append(last_rows(naive_batch(parts, BLOCK_SIZE), samples))
+        both.append(some_argmax(draw, last_rows(naive_batch(parts, BLOCK_SIZE), samples)))
     return both
 
 
 def run(forward: Forward, batches: list[ForwardBatch], cache: KVCache) -> list[bytes]:
-    """Logits of each step, and all K and V after the last; scratch memory is NaN before each."""
+    """Logits and best tokens of each step, and all K and V after the last; scratch memory is NaN
+    before each, and stays so where logits would lie that nobody asked for."""
     arena = NumpyArena()
     arena.empty((1 << 20,), np.uint8)
     results = []
@@ -95,10 +104,13 @@ def run(forward: Forward, batches: list[ForwardBatch], cache: KVCache) -> list[b
         arena.reset()
         arena.empty((1 << 20,), np.uint8).fill(0xFF)  # a NaN in either type
         arena.reset()
-        logits = forward(batch, cache, arena)
-        assert not np.isnan(logits).any()
-        assert len(logits) == len(batch.logits_indices)
-        results.append(bits(logits))
+        logits, best = forward(batch, cache, arena)
+        only = batch.argmax_only == 1
+        assert len(logits) == len(best) == len(batch.logits_indices)
+        assert (np.isnan(logits).any(axis=1) == only).all()
+        assert (np.isnan(logits).all(axis=1) == only).all()
+        assert ((best >= 0) == only).all()
+        results += [bits(logits), bits(best)]
     used = sorted({int(slot) // BLOCK_SIZE for batch in batches for slot in batch.slot_mapping})
     for layer in range(cache.num_layers):
         results += [bits(x) for block in used for x in cache.read_block(layer, block)]
@@ -143,6 +155,8 @@ def test_a_step_is_one_list_of_calls() -> None:
         ({"slot_mapping": np.array([0, NUM_BLOCKS * BLOCK_SIZE], np.int32)}, IndexError),
         ({"slot_mapping": np.array([0], np.int32)}, ValueError),
         ({"logits_indices": np.array([2], np.int32)}, IndexError),
+        ({"argmax_only": np.array([2], np.int32)}, IndexError),
+        ({"argmax_only": np.array([0, 0], np.int32)}, ValueError),
         ({"block_table": np.array([[-1]], np.int32)}, IndexError),
         ({"seq_lens": np.array([1], np.int32)}, ValueError),
         ({"query_start_loc": np.array([0, 1], np.int32)}, ValueError),
@@ -155,7 +169,7 @@ def test_a_replay_checks_what_it_is_given(change: dict[str, np.ndarray], error: 
     model, cache = model_of(case, "tied", True), pool(case, "tied")
     forward = captured(case, model, cache)
     good = last_rows(naive_batch([Part([3, 4], 0, 2, [0], [])], BLOCK_SIZE), [True])
-    assert forward(good, cache, NumpyArena()).shape == (1, 96)
+    assert forward(good, cache, NumpyArena()).logits.shape == (1, 96)
     with pytest.raises(error):
         forward(good._replace(**change), cache, NumpyArena())
 
@@ -166,7 +180,7 @@ def test_what_can_not_be_a_list_is_computed_by_the_model() -> None:
     model, cache = model_of(case, "tied", True), pool(case, "tied")
     ops = backend(case)
 
-    def forward(batch: ForwardBatch, kv_cache: KVCache, arena: NumpyArena) -> np.ndarray:
+    def forward(batch: ForwardBatch, kv_cache: KVCache, arena: NumpyArena) -> HeadOutput:
         return model.forward(batch._replace(positions=batch.positions + 1), kv_cache, arena)
 
     assert ops.capture(forward, cache, trace_batches()) is None

@@ -81,6 +81,14 @@ def test_ids_out_of_range_are_refused(ops: CpuKernels) -> None:
         ops.reshape_and_cache(heads, heads, cache, 1, np.array([0], np.int32))
     with pytest.raises(IndexError, match="indices"):
         ops.gather_rows(out, np.array([1], np.int32), poisoned((1, 8), np.float32))
+    with pytest.raises(IndexError, match=r"argmax_only\[0\] is 2, outside \[0, 2\)"):
+        ops.lm_head(
+            out,
+            weight,
+            np.array([2], np.int32),
+            poisoned((1, 40), np.float32),
+            np.empty(1, np.int32),
+        )
     with pytest.raises(IndexError, match="block"):
         cache.read_block(0, 2)
 
@@ -121,6 +129,17 @@ def test_shapes_and_types_are_checked(ops: CpuKernels) -> None:
         ops.linear(x.astype(np.float64), weight, out)
     with pytest.raises(ValueError, match="contiguous"):
         ops.linear(np.ones((2, 16), np.float32)[:, ::2], weight, out)
+    flags, best = np.zeros(2, np.int32), np.empty(2, np.int32)
+    for args, text in (
+        ((x, weight, flags, poisoned((2, 5), np.float32), best), r"logits is \[2, 5\]"),
+        ((x, weight, flags, out.astype(ops.dtype), best), "logits must be float32"),
+        ((np.ones((2, 7), np.float32), weight, flags, out, best), r"x is \[2, 7\]"),
+        ((x, weight, flags[:1], out, best), "argmax_only has 1 entries, but must have 2"),
+        ((x, weight, flags, out, best[:1]), "best has the wrong"),
+        ((x, weight, flags, out, best.astype(np.int64)), "best has the wrong"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ops.lm_head(*args)
     with pytest.raises(ValueError, match="even"):
         ops.allocate_kv_cache(num_layers=1, num_blocks=1, block_size=4, num_kv_heads=1, head_dim=7)
     with pytest.raises(ValueError, match="power of two"):
@@ -140,6 +159,7 @@ def test_no_rows_is_no_work(ops: CpuKernels) -> None:
     none = np.empty((0, 8), np.float32)
     no_ids = np.empty(0, np.int32)
     ops.linear(none, weight, np.empty((0, 4), np.float32))
+    ops.lm_head(none, weight, no_ids, np.empty((0, 4), np.float32), no_ids)
     ops.embedding(no_ids, weight, none)
     ops.rms_norm(none, np.ones(8, np.float32), 1e-5, none)
     ops.silu_and_mul(none, np.empty((0, 4), np.float32))

@@ -14,16 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beds.cpu_kernels import LEVELS, assert_close, bits, exact, poisoned, rounded, tolerance
+from beds.stored_rows import KINDS, random_rows
 from octavo.checkpoint import StoredRows
 from octavo.errors import ConfigError
 from octavo.kernels.api import Array, Linear
 from octavo.kernels.cpu import CpuKernels, make_kernels
 from octavo.weights.dequantise import dequantise
-from octavo.weights.ggml_types import READABLE
-
-KINDS = {info.name: info for info in READABLE.values() if info.name[:2] in ("Q8", "Q4", "Q5", "Q6")}
-SCALES = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}
-"""Where a block's float16 scales lie; the others have two, at its start."""
 
 levels = pytest.mark.parametrize("level", LEVELS)
 few = settings(max_examples=8)
@@ -34,17 +30,6 @@ shapes = given(
     kind=st.sampled_from(sorted(KINDS)),
     seed=st.integers(0, 99),
 )
-
-
-def random_rows(kind: str, n: int, k: int, seed: int) -> StoredRows:
-    """Any bits as quants, with scales of ordinary size."""
-    rng = np.random.default_rng(seed)
-    info = KINDS[kind]
-    blocks = rng.integers(0, 256, (n * k // info.block_size, info.block_bytes), dtype=np.uint8)
-    for at in SCALES.get(kind, (0, 2)):
-        scales = rng.uniform(-0.02, 0.02, len(blocks)).astype(np.float16)
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return StoredRows(kind, blocks.reshape(n, -1))
 
 
 def dequantised(stored: StoredRows, k: int) -> Array:

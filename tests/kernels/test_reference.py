@@ -180,6 +180,18 @@ def test_silu_and_mul_equals_two_passes() -> None:
     )
 
 
+def test_a_head_leaves_logits_or_the_best_token() -> None:
+    """R61, R72: by hand; of equals the first, NaNs passed over, and no logits where none are."""
+    columns = np.array([[1, 0], [3, 0], [np.nan, 0], [3, 0], [-9, 1]], np.float32)
+    x = np.array([[1, 0], [1, 0], [np.nan, 0], [0, 5]], np.float32)
+    logits, best = np.full((4, 5), 77, np.float32), np.full(4, 77, np.int32)
+    only = np.array([0, 1, 1, 1], np.int32)
+    KERNELS.lm_head(x, KERNELS.pack_linear(columns), only, logits, best)
+    assert best.tolist() == [-1, 1, -1, 4]
+    np.testing.assert_array_equal(logits[0], [1, 3, np.nan, 3, -9])
+    np.testing.assert_array_equal(logits[1:], [[77] * 5, [-np.inf] * 5, [77] * 5])
+
+
 def test_embedding_and_gather_take_rows() -> None:
     """R36, R61: [T] ids -> [T, H]; [S] indices of [T, H] -> [S, H]."""
     table = normal(11, 6)

@@ -83,7 +83,7 @@ def test_only_sampled_rows_reach_the_lm_head(backend: str) -> None:
     drive = Drive(model, kernels)
     one, two = tokens(30, seed=7), tokens(20, seed=8)
     parts = [Part(one, 0, 30, [0, 1], [29]), Part(two, 0, 20, [2, 3], [3, 11, 19])]
-    logits = model.forward(naive_batch(parts, 16), drive.kv_cache, drive.arena)
+    logits = model.forward(naive_batch(parts, 16), drive.kv_cache, drive.arena).logits
     assert logits.shape == (4, 96)
     assert logits.dtype == np.float32
     wanted = np.concatenate([expected("tied", one)[[29]], expected("tied", two)[[3, 11, 19]]])
@@ -96,7 +96,7 @@ def test_an_unfinished_chunk_has_no_logits_but_leaves_its_keys(backend: str) -> 
     drive = Drive(model, kernels)
     token_ids = tokens(25, seed=9)
     chunk = naive_batch([Part(token_ids, 0, 16, [4, 6], [])], 16)
-    assert model.forward(chunk, drive.kv_cache, drive.arena).shape == (0, 96)
+    assert model.forward(chunk, drive.kv_cache, drive.arena).logits.shape == (0, 96)
     rest = Sequence(token_ids, [4, 6], num_computed=16)
     drive.step([(rest, 9)])
     assert_close(rest.logits, expected("tied", token_ids)[16:], backend)

@@ -77,9 +77,10 @@ class Backend:
             seq_lens=np.array([num_tokens], np.int32),
             block_table=np.ascontiguousarray(blocks[None, :]),
             logits_indices=np.arange(first, num_tokens, dtype=np.int32),
+            argmax_only=np.zeros(num_tokens - first, np.int32),
         )
         self.arena.reset()
-        logits = self.model.forward(batch, self.kv_cache, self.arena)
+        logits = self.model.forward(batch, self.kv_cache, self.arena).logits
         shifted = logits - logits.max(axis=-1, keepdims=True)
         shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64))
         return shifted.astype(np.float32)

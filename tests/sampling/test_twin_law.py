@@ -184,6 +184,50 @@ def assert_alike(native: SampledToken | RowFault, numpy: SampledToken | RowFault
         assert [x for _, x in ours] == pytest.approx([x for _, x in theirs], abs=1e-9)
 
 
+@pytest.mark.parametrize("vocab_size", [1, 7, 71])
+@settings(max_examples=100)
+@given(row=row_strategy, greedy=st.booleans())
+def test_a_row_that_takes_the_argmax_gets_no_other_token(
+    vocab_size: int, greedy: bool, row: dict[str, Any]
+) -> None:
+    """R72: where a row says that no more is asked of its logits than their argmax, that is all that
+    the sampler makes of them; and a greedy row of which nothing else is asked says so."""
+    if greedy:
+        row = {**row, "params": SamplingParams(temperature=0, top_p=0.5, seed=3)}
+    logits, state = logits_of(row, vocab_size), state_of(row, vocab_size)
+    assert state.takes_argmax or not greedy
+    if state.takes_argmax:
+        possible = np.where(np.isnan(logits), -np.inf, logits)
+        (result,) = Sampler(vocab_size).sample(logits[None].copy(), [state])
+        if possible.max() == -np.inf:
+            assert isinstance(result, RowFault)
+        else:
+            assert result == SampledToken(state.row, int(possible.argmax()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=20)
+@given(rows=st.lists(row_strategy, min_size=1, max_size=7), data=st.data())
+def test_tokens_that_the_head_found_are_taken_and_change_no_neighbour(
+    level: str, rows: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    """R72: such rows have no logits; whatever lies there is not looked at."""
+    vocab_size = 71
+    found = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+    logits = np.stack([logits_of(row, vocab_size) for row in rows])
+    plain = run(
+        make_sampler_at(level, vocab_size),
+        list(logits),
+        [state_of(row, vocab_size, i) for i, row in enumerate(rows)],
+    )
+    best = np.array([i if known else -1 for i, known in enumerate(found)], np.int32)
+    logits[found] = math.nan
+    states = [state_of(row, vocab_size, i) for i, row in enumerate(rows)]
+    results = make_sampler_at(level, vocab_size).sample(logits, states, best)
+    for i, (result, known) in enumerate(zip(results, found, strict=True)):
+        assert bits_of(result) == (f"{i} {i}" if known else plain[i])
+
+
 @pytest.mark.parametrize("level", LEVELS[1:])
 @pytest.mark.parametrize("vocab_size", [1, 7, 71, 700, 4099, 40_001])
 @settings(max_examples=25)

@@ -14,8 +14,10 @@ from beds.steps import alone_and_whole
 from beds.tiny_llama import make_checkpoint
 from octavo.config import CacheConfig
 from octavo.kernels.api import Arena
-from octavo.messages import NewRequest, ScheduledRequest, SchedulerOutput, StepResult
+from octavo.messages import NewRequest, RowFault, ScheduledRequest, SchedulerOutput, StepResult
 from octavo.models.registry import Model, build_model
+from octavo.sampling.native import make_sampler
+from octavo.sampling.state import RowState
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Executor
 from octavo.worker.input_batch import InputBatch
@@ -134,6 +136,27 @@ def test_a_row_of_nan_fails_alone(runner: ModelRunner, backend: str) -> None:
         (0, greedy_tokens(backend, good, 1)[0]),
         (2, greedy_tokens(backend, other, 1)[0]),
     ]
+
+
+def test_a_greedy_row_of_nan_has_the_fault_of_a_sampled_one(
+    runner: ModelRunner, backend: str
+) -> None:
+    """C37: though the head found no token for the one, and wrote the logits of the other."""
+    runner.sampler = make_sampler(runner.model.config.vocab_size, kernels_of(backend).sampling)
+    runner.new_row_state = RowState
+    runner.kv_cache.fill_block(20, float("nan"))
+    starts = [
+        start(row, [10, 11, 12, 13, 14])._replace(params=SamplingParams(temperature=row % 2))
+        for row in (0, 1, 2, 3)
+    ]
+    chunk = [ScheduledRequest(row, 0, 4, False, (20 if row < 2 else row,)) for row in range(4)]
+    run(runner, 0, starts, chunk)
+    runner.kv_cache.fill_block(20, float("nan"))
+    result = run(runner, 1, [], [ScheduledRequest(i, 4, 1, True, (24 + i,)) for i in range(4)])
+    text = "the model's logits are all NaN or -inf at this position"
+    assert result.faults == (RowFault(0, text), RowFault(1, text))
+    assert [token.row for token in result.sampled] == [2, 3]
+    assert result.sampled[0].token_id == greedy_tokens(backend, [10, 11, 12, 13, 14], 1)[0]
 
 
 def test_a_row_whose_state_can_not_be_built_fails_alone(runner: ModelRunner, backend: str) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -143,8 +143,18 @@ class StepBatch(Protocol):
         ...
 
 
-Forward = Callable[[Any, KVCache, Arena], Array]
-"""A model's forward(batch, kv_cache, arena) -> logits [S, V]."""
+class HeadOutput(NamedTuple):
+    """What an LM head leaves of the sampled rows."""
+
+    logits: Array
+    """[S, V] float32; rows that have an entry in `best` hold anything."""
+
+    best: Array
+    """[S] int32: the token with the largest logit where no more was asked for, else -1."""
+
+
+Forward = Callable[[Any, KVCache, Arena], HeadOutput]
+"""A model's forward(batch, kv_cache, arena) -> logits, or the best tokens, of the sampled rows."""
 
 
 class Kernels(Protocol):
@@ -243,6 +253,18 @@ class Kernels(Protocol):
 
     def linear(self, x: Array, weight: Linear, out: Array) -> None:
         """out[T, N] = x[T, K] @ weight[N, K]^T; one accumulation chain over K per element."""
+        ...
+
+    def lm_head(
+        self, x: Array, weight: Linear, argmax_only: Array, logits: Array, best: Array
+    ) -> None:
+        """logits[S, V] float32 = x[S, K] @ weight[V, K]^T, to the bit as linear() does it, and
+        best[S] int32 = -1; but in rows where argmax_only [S] int32 is 1, not 0, best[S] = the
+        token with the largest logit, and their logits are not written.
+
+        NaNs are passed over; of equals the lowest token counts. Where no logit is above -inf there
+        is no such token: the row's logits are written as -inf, and best is -1.
+        """
         ...
 
     def rotary_embedding(

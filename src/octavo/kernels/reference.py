@@ -159,6 +159,16 @@ class ReferenceKernels:
                 part = slice(at, at + OUTPUT_BLOCK)
                 out[:, part] = _dot_products(x, matrix[part])
 
+    def lm_head(
+        self, x: Array, weight: Linear, argmax_only: Array, logits: Array, best: Array
+    ) -> None:
+        found, only = np.empty(logits.shape, np.float32), argmax_only != 0
+        self.linear(x, weight, found)
+        logits[~only] = found[~only]
+        found[np.isnan(found)] = -np.inf
+        best[:] = np.where(only & (found.max(axis=1) > -np.inf), found.argmax(axis=1), -1)
+        logits[only & (best < 0)] = -np.inf
+
     def rotary_embedding(
         self, positions: Array, query: Array, key: Array, cos_sin_cache: Array
     ) -> None:

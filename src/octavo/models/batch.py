@@ -46,6 +46,9 @@ class ForwardBatch(NamedTuple):
     logits_indices: Array
     """[S] rows whose logits are wanted (R61, R62)."""
 
+    argmax_only: Array
+    """[S] 1 where no more is wanted of them than which is the largest, else 0."""
+
     sampled_positions: Array | None = None
     """[S] where each of these stands."""
 
@@ -70,8 +73,10 @@ def trace_batches() -> tuple[ForwardBatch, ForwardBatch]:
         seq_lens=np.diff(starts),
         block_table=np.zeros((3, 2), np.int32),
         logits_indices=starts[1:] - 1,
+        argmax_only=np.array([1, 0, 1], np.int32),
         sampled_positions=np.zeros(3, np.int32),
         sampled_start_loc=np.arange(4, dtype=np.int32),
     )
-    none = {"logits_indices": np.empty(0, np.int32), "sampled_positions": np.empty(0, np.int32)}
+    names = ("logits_indices", "argmax_only", "sampled_positions")
+    none = {name: np.empty(0, np.int32) for name in names}
     return plain, plain._replace(sampled_start_loc=np.zeros(4, np.int32), **none)

@@ -2,7 +2,7 @@
 
     input_ids [T] -> embedding -> residual [T, H]
     each layer:  norm -> attention -> add to residual, norm -> MLP -> (added by the next norm)
-    gather the sampled rows [S, H] -> add, norm -> LM head -> logits [S, V]
+    gather the sampled rows [S, H] -> add, norm -> LM head -> logits [S, V], or their argmax [S]
 
 In the last layer rows that nobody samples leave K and V and no more: nothing reads the rest (R64).
 Every f(x) is added to the residual stream by the norm that follows it (R55, R56), so the stream
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checkpoint import ModelConfig, Weights
-from ..kernels.api import Arena, Array, Kernels, KVCache, Linear
+from ..kernels.api import Arena, Array, HeadOutput, Kernels, KVCache, Linear
 from .batch import ExtraRows, ForwardBatch
 from .layers import WeightLoader, build_cos_sin_cache
 
@@ -91,8 +91,8 @@ class LlamaForCausalLM:
         arena: Arena,
         *,
         extra: ExtraRows | None = None,
-    ) -> Array:
-        """Logits [S, V] float32 of the rows in batch.logits_indices; valid until arena.reset().
+    ) -> HeadOutput:
+        """Of the rows in batch.logits_indices, as argmax_only says; valid until arena.reset().
 
         Writes the K/V of all T tokens into kv_cache. A step that samples nothing (S = 0, chunks
         of unfinished prompts; R63) ends before the LM head. With `extra`, all layers are whole.
@@ -110,6 +110,7 @@ class LlamaForCausalLM:
         num_rows = len(batch.logits_indices)
         sampled = self._scratch(num_rows, arena)
         logits = arena.empty((num_rows, self.config.vocab_size), np.float32)
+        best = arena.empty((num_rows,), np.int32)
         if prune:
             self._last_layer(batch, kv_cache, scratch, sampled)
         elif num_rows:
@@ -117,8 +118,8 @@ class LlamaForCausalLM:
             self.kernels.gather_rows(scratch.delta, batch.logits_indices, sampled.delta)
         if num_rows:  # the last add and norm, then the LM head: S rows instead of T (R61)
             self._norm_into_hidden(sampled, self.norm, first=False)
-            self.kernels.linear(sampled.hidden, self.lm_head, logits)
-        return logits
+            self.kernels.lm_head(sampled.hidden, self.lm_head, batch.argmax_only, logits, best)
+        return HeadOutput(logits, best)
 
     def _visit(self, extra: ExtraRows, scratch: Scratch, arena: Arena) -> None:
         """Logits of the extra rows, EXTRA_ROWS at a time, always in the same memory (R62)."""

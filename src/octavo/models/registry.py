@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ..checkpoint import Checkpoint, ModelConfig
 from ..errors import ModelLoadError
-from ..kernels.api import Arena, Array, Kernels, KVCache
+from ..kernels.api import Arena, Array, HeadOutput, Kernels, KVCache
 from .batch import ExtraRows, ForwardBatch
 
 
@@ -24,8 +24,8 @@ class Model(Protocol):
         arena: Arena,
         *,
         extra: ExtraRows | None = None,
-    ) -> Array:
-        """Logits [S, V] float32 of the rows in batch.logits_indices; valid until arena.reset().
+    ) -> HeadOutput:
+        """Of the rows in batch.logits_indices, as argmax_only says; valid until arena.reset().
         Those of extra rows go to extra.take()."""
         ...
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..kernels.api import Array, SamplingKernels
 from ..messages import RowFault, SampledToken, TokenLogprobs
 from ..sampling_params import SamplingParams
-from .sampler import Sampler, guarded
+from .sampler import Sampler, found_tokens, guarded
 from .state import RowState
 from .truncation import min_p_floor
 
@@ -44,14 +44,16 @@ class NativeSampler(Sampler):
         self._kernels = kernels
         self._keep_masked = self._mask
 
-    def sample(self, logits: Array, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:
-        """One result for each of rows [S], in order. logits [S, V] float32 may be overwritten."""
-        results: dict[int, SampledToken | RowFault] = {}
+    def sample(
+        self, logits: Array, rows: Sequence[RowState], best: Array | None = None
+    ) -> list[SampledToken | RowFault]:
+        """As Sampler.sample."""
+        results = found_tokens(rows, best)
         changed: dict[int, Array] = {}
         """Rows that were changed; the logits before, if their raw logprobs are wanted."""
         with np.errstate(all="ignore"):
             for i, state in enumerate(rows):
-                if state.changes_logits:
+                if i not in results and state.changes_logits:
                     before = logits[i].copy() if _wants(state.params, "raw") else _NOTHING
                     outcome = guarded(self._change, logits[i], state)
                     if outcome is None:

@@ -38,7 +38,8 @@ class Sampler:
        them of what step 3 (greedy) or step 7 leaves (C28)
     2. grammar mask, allow-list, block-list (end-of-sequence and stop ids before min_tokens, then
        bad words), logit_bias, plug-ins (processors.py), penalties (R69-R71)
-    3. greedy rows take the argmax here and skip the rest (R72, R73)
+    3. greedy rows take the argmax here and skip the rest (R72, R73); those of which nothing else
+       is asked come with it, found by the LM head (RowState.takes_argmax)
     4. temperature (R74, R75); b: plug-ins that truncate
     5. min_p (R76-R78)
     6. top-k (R79, R80)
@@ -63,16 +64,23 @@ class Sampler:
         self._scratch = np.empty(vocab_size, np.uint64)
         self._keep_masked: Callable[[Array, bytes], None] = keep_masked
 
-    def sample(self, logits: Array, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:
-        """One result for each of rows [S], in order. logits [S, V] float32 may be overwritten."""
+    def sample(
+        self, logits: Array, rows: Sequence[RowState], best: Array | None = None
+    ) -> list[SampledToken | RowFault]:
+        """One result for each of rows [S], in order. logits [S, V] float32 may be overwritten.
+
+        best [S] int32: the token of a row whose argmax is all that is asked for, where the LM head
+        found it; such a row has no logits. -1 elsewhere.
+        """
         assert logits.shape == (len(rows), self.vocab_size), "one row of logits for each state"
         assert logits.dtype == np.float32, "logits are float32"
         assert logits.flags.c_contiguous, "rows are contiguous"
         # -inf is a value here (a barred token), and so are the operations on it.
+        found = found_tokens(rows, best)
         with np.errstate(all="ignore"):
             return [
-                guarded(self._sample_row, row_logits, state)
-                for row_logits, state in zip(logits, rows, strict=True)
+                found[i] if i in found else guarded(self._sample_row, logits[i], state)
+                for i, state in enumerate(rows)
             ]
 
     def _sample_row(self, logits: Array, state: RowState) -> SampledToken:
@@ -176,6 +184,14 @@ class Sampler:
         np.copyto(bits32, bits, casting="same_kind")
         ids = np.flatnonzero(bits32 <= limits)
         return _argmax_of_ratio(scaled, ids, bits[ids])
+
+
+def found_tokens(
+    rows: Sequence[RowState], best: Array | None
+) -> dict[int, SampledToken | RowFault]:
+    """Steps 0 to 9 of the rows for which the LM head did them, by place."""
+    token_ids = [] if best is None else best.tolist()
+    return {i: SampledToken(rows[i].row, each) for i, each in enumerate(token_ids) if each >= 0}
 
 
 Outcome = TypeVar("Outcome")

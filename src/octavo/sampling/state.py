@@ -126,6 +126,12 @@ class RowState:
         )
 
     @property
+    def takes_argmax(self) -> bool:
+        """Whether the next token is the model's own argmax, and no more is asked of its logits."""
+        params = self.params
+        return params.greedy and params.logprobs is None and not self.changes_logits
+
+    @property
     def truncates(self) -> bool:
         """Whether plug-ins truncate."""
         return any(processor.stage == "truncation" for processor in self.processors)

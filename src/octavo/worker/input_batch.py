@@ -46,7 +46,10 @@ class InputBatch:
         self.num_tokens[row] = count + 1
 
     def build(self, plan: SchedulerOutput) -> ForwardBatch:
-        """The arrays of one step: requests in the order of the plan, all of them int32."""
+        """The arrays of one step: requests in the order of the plan, all of them int32.
+
+        All logits of sampled rows are wanted, as far as is known here.
+        """
         self._append_blocks(plan.scheduled)
         columns = np.array(
             [(s.row, s.num_computed_tokens, s.num_new_tokens, s.samples) for s in plan.scheduled],
@@ -75,6 +78,7 @@ class InputBatch:
             seq_lens=seq_lens,
             block_table=self.block_table[rows, : self.num_blocks[rows].max()],
             logits_indices=logits_indices,
+            argmax_only=np.zeros(len(logits_indices), np.int32),
             sampled_positions=positions[logits_indices],
             sampled_start_loc=np.concatenate(([0], np.cumsum(samples))).astype(np.int32),
         )

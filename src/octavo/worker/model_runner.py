@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from ..kernels.api import Arena, Array, Forward
+import numpy as np
+
+from ..kernels.api import Arena, Array, Forward, HeadOutput
 from ..messages import (
     NewRequest,
     RowFault,
@@ -28,9 +30,12 @@ if TYPE_CHECKING:
 class Sampler(Protocol):
     """What a step asks of octavo.sampling.sampler.Sampler."""
 
-    def sample(self, logits: Array, rows: Sequence[RowState]) -> list[SampledToken | RowFault]:
-        """One outcome for each row of logits [S, V] float32, which may be overwritten. A row
-        that fails for whatever reason is a RowFault, never an exception."""
+    def sample(
+        self, logits: Array, rows: Sequence[RowState], best: Array
+    ) -> list[SampledToken | RowFault]:
+        """One outcome for each row of logits [S, V] float32, which may be overwritten, or of
+        best [S] (HeadOutput). A row that fails for whatever reason is a RowFault, never an
+        exception."""
         ...
 
     def score(
@@ -84,18 +89,18 @@ class ModelRunner:
             return StepResult(plan.step, (), timing=Timing(0, 0, moved) if moved else None)
         start = perf_counter()
         self.arena.reset()
-        batch = self.input_batch.build(plan)
+        states = [self.row_states[s.row] for s in plan.scheduled if s.samples]
+        batch = self.input_batch.build(plan)._replace(argmax_only=_argmax_only(states))
         scores = self.prompt_scores.of_step(plan, batch)
         if scores is None:
-            logits = self.forward(batch, self.kv_cache, self.arena)
+            found = self.forward(batch, self.kv_cache, self.arena)
         else:
-            logits = self.model.forward(batch, self.kv_cache, self.arena, extra=scores.extra)
-        rows = [s.row for s in plan.scheduled if s.samples]
+            found = self.model.forward(batch, self.kv_cache, self.arena, extra=scores.extra)
         for row, mask in plan.masks:
             state = self.row_states[row]
             if not isinstance(state, RowFault):
                 state.mask = mask
-        sampled, faults = self._sample(logits, [self.row_states[row] for row in rows])
+        sampled, faults = self._sample(found, states)
         compute_us = round((perf_counter() - start) * 1e6)
         timing = Timing(plan.num_scheduled_tokens, compute_us, moved)
         prompt_logprobs, unscored = ((), ()) if scores is None else scores.results()
@@ -116,15 +121,16 @@ class ModelRunner:
             return RowFault(new.row, text)
 
     def _sample(
-        self, logits: Array, states: list[RowState | RowFault]
+        self, found: HeadOutput, states: list[RowState | RowFault]
     ) -> tuple[tuple[SampledToken, ...], tuple[RowFault, ...]]:
-        """Sample logits [S, V], whose rows belong to `states`, and take note of the tokens."""
+        """Sample what was found for the rows of `states`, and take note of the tokens."""
         faults = [state for state in states if isinstance(state, RowFault)]
         healthy = [state for state in states if not isinstance(state, RowFault)]
         if faults:
-            logits = logits[[not isinstance(state, RowFault) for state in states]]
+            kept = [not isinstance(state, RowFault) for state in states]
+            found = HeadOutput(*(array[kept] for array in found))
         sampled: list[SampledToken] = []
-        outcomes = self.sampler.sample(logits, healthy) if healthy else []
+        outcomes = self.sampler.sample(found.logits, healthy, found.best) if healthy else []
         for state, outcome in zip(healthy, outcomes, strict=True):
             if isinstance(outcome, RowFault):
                 faults.append(outcome)
@@ -138,3 +144,9 @@ class ModelRunner:
         assert not isinstance(state, RowFault), "a row that never began goes on"
         state.append(token_id)
         self.input_batch.append(state.row, token_id)
+
+
+def _argmax_only(states: Sequence[RowState | RowFault]) -> Array:
+    """[S] int32, as ForwardBatch has it; of a row that failed already nothing is wanted."""
+    only = [isinstance(state, RowFault) or state.takes_argmax for state in states]
+    return np.array(only, np.int32)

@@ -8,12 +8,13 @@ bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..api import Arena, Array, Forward, KVCache, StepBatch
+from ..api import Arena, Array, Forward, HeadOutput, KVCache, StepBatch
 from . import _native
 
 
@@ -107,6 +108,13 @@ class Recorder:
         self._ops.linear(x, weight, out)
         self._add(_native.Op.linear, [out, x], weight=weight)
 
+    def lm_head(
+        self, x: Array, weight: object, argmax_only: Array, logits: Array, best: Array
+    ) -> None:
+        self._ops.lm_head(x, weight, argmax_only, logits, best)
+        views = [logits, x, best[:, None]]
+        self._add(_native.Op.lm_head, views, weight=weight, inputs=[argmax_only])
+
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
         self._ops.rms_norm(x, weight, eps, out)
         self._add(_native.Op.rms_norm, [out, x], constant=weight, number=eps)
@@ -158,30 +166,36 @@ class Recorder:
 
 
 class Captured:
-    """One program, and where its logits lie."""
+    """One program, and where it leaves what its head found."""
 
     def __init__(
-        self, program: _native.Program, recorder: Recorder, arena: TracingArena, logits: Array
+        self, program: _native.Program, recorder: Recorder, arena: TracingArena, found: HeadOutput
     ) -> None:
-        """logits: what the traced step gave."""
+        """found: what the traced step gave."""
         if not len(program):
             raise CaptureError("the model computes with other kernels than these")
         self.program = program
         self._kept = recorder.kept
-        self._num_columns = logits.shape[1]
-        self._logits = arena.index_of(logits)[0] if logits.size else None
+        self._parts = [
+            (arena.index_of(array)[0] if array.size else 0, array.shape[1:], array.dtype)
+            for array in found
+        ]
 
-    def run(self, ops: _native.Ops, batch: StepBatch, kv_cache: KVCache, arena: Arena) -> Array:
-        """Logits [S, V] float32 in the arena's memory; an empty array for S = 0."""
+    def run(
+        self, ops: _native.Ops, batch: StepBatch, kv_cache: KVCache, arena: Arena
+    ) -> HeadOutput:
+        """Logits and best tokens in the arena's memory; empty arrays for S = 0."""
         num_tokens, num_samples = len(batch.input_ids), len(batch.logits_indices)
         starts = self.program.layout(num_tokens, num_samples)
         memory = arena.empty((starts[-1],), np.uint8)
         ops.replay(self.program, num_tokens, num_samples, list(batch), kv_cache, memory)
-        if self._logits is None:
-            return np.empty((0, self._num_columns), np.float32)
-        begin, size = starts[self._logits], num_samples * self._num_columns
-        logits: Array = memory[begin : begin + 4 * size].view(np.float32)
-        return logits.reshape(num_samples, -1)
+
+        def part(buffer: int, columns: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+            shape = (num_samples, *columns)
+            rows = memory[starts[buffer] :][: math.prod(shape) * dtype.itemsize]
+            return rows.view(dtype).reshape(shape)
+
+        return HeadOutput(*(part(*each) for each in self._parts))
 
 
 class CapturedForward:
@@ -192,7 +206,7 @@ class CapturedForward:
         self._forward = forward
         self.programs = programs
 
-    def __call__(self, batch: StepBatch, kv_cache: KVCache, arena: Arena) -> Array:
+    def __call__(self, batch: StepBatch, kv_cache: KVCache, arena: Arena) -> HeadOutput:
         """As the model's forward, to the bit."""
         captured = self.programs.get(len(batch.logits_indices) > 0)
         if captured is None or any(not isinstance(field, np.ndarray) for field in batch):

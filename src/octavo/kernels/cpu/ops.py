@@ -101,8 +101,8 @@ class CpuKernels:
                 arena = TracingArena(self.make_arena(), program, batch)
                 recorder = Recorder(ops, arena, program, batch)
                 self._ops = recorder
-                logits = forward(batch, kv_cache, arena)
-                programs[logits.size > 0] = Captured(program, recorder, arena, logits)
+                found = forward(batch, kv_cache, arena)
+                programs[found.best.size > 0] = Captured(program, recorder, arena, found)
         except CaptureError:
             return None
         finally:
@@ -205,6 +205,12 @@ class CpuKernels:
     def linear(self, x: Array, weight: Linear, out: Array) -> None:
         """out[T, N] = x[T, K] @ weight[N, K]^T."""
         self._ops.linear(_raw(x), weight, _raw(out))
+
+    def lm_head(
+        self, x: Array, weight: Linear, argmax_only: Array, logits: Array, best: Array
+    ) -> None:
+        """As linear, but rows of which only the argmax is wanted leave that alone, in `best`."""
+        self._ops.lm_head(_raw(x), weight, argmax_only, _raw(logits), best)
 
     def rotary_embedding(
         self, positions: Array, query: Array, key: Array, cos_sin_cache: Array
