@@ -46,23 +46,26 @@ struct AmxProduct {
     i64 part, num_parts;  // which of the passes over a panel this is
 };
 
-// Asks for the weights a few steps on; the hardware's own prefetch does not keep up with tiles.
-// Running past a panel fetches the start of the next one.
-inline void amx_prefetch(const AmxProduct& p, i64 panel, i64 step) {
-    constexpr i64 kStep = 32 * kPanel;
-    const bf16* b = static_cast<const bf16*>(p.w.data) + panel * p.w.panel_elements();
-    b += (step + 4) * kStep;
-    for (i64 line = 0; line < 32; ++line) __builtin_prefetch(b + line * 32, 0, 3);
+constexpr i64 kStepBytes = 32 * kPanel * 2;  // of weights
+
+inline const char* weights_at(const AmxProduct& p, i64 panel, i64 step) {
+    const auto* panels = static_cast<const bf16*>(p.w.data) + panel * p.w.panel_elements();
+    return reinterpret_cast<const char*>(panels) + step * kStepBytes;
 }
 
-// Asks for this pass's share of the next panel, step by step, so that memory is read at an even
-// rate while the passes over this panel compute.
+// Before a step on weights that come from memory: some steps on, running into the next panel.
+inline void amx_prefetch(const AmxProduct& p, i64 panel, i64 step) {
+    begin_next_page(weights_at(p, panel, step + 4), kStepBytes);
+}
+
+// Asks for this pass's share of the next panel, step by step and in the order of memory, so that it
+// is read at an even rate while the passes over this panel compute.
 inline void amx_fetch_next(const AmxProduct& p, i64 panel, i64 step) {
     if (panel + 1 == p.w.num_panels()) return;
-    const i64 lines = ceil_div(32, p.num_parts);
-    const bf16* b = static_cast<const bf16*>(p.w.data) + (panel + 1) * p.w.panel_elements();
-    b += step * 32 * kPanel + p.part * lines * 32;
-    for (i64 line = 0; line < lines; ++line) __builtin_prefetch(b + line * 32, 0, 2);
+    const i64 bytes = round_up(ceil_div(kStepBytes, p.num_parts), 64);
+    const char* share = weights_at(p, panel + 1, 0) + (p.part * p.num_steps + step) * bytes;
+    begin_next_page(share + 4096, bytes);
+    fetch_lines(share, bytes);
 }
 
 // Sums [rows][32] of one panel, from scratch to out.
@@ -257,7 +260,7 @@ inline void amx_product_together(const bf16* a, i64 lda, i64 begin, i64 end, con
             if (rows != configured) configure_rows(rows);
             configured = rows;
             const auto fetch = [&](i64 step) {
-                if (part == 0) amx_prefetch(p, panel, step);
+                if (part == 0 && panel == first_panel) amx_prefetch(p, panel, step);
                 amx_fetch_next(p, panel, step);
             };
             if (rows > 16) {

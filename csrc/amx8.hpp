@@ -95,9 +95,9 @@ inline void parts_sums(const PartsPass& p, std::int32_t* sums) {
     const std::uint8_t* b = p.panel.data;
     const std::uint8_t* ahead = p.ahead;
     const auto fetch = [&] {
-        for (i64 i = 0; i < p.ahead_step; i += 64) {
-            p.alone ? __builtin_prefetch(ahead + i, 0, 3) : __builtin_prefetch(ahead + i, 0, 2);
-        }
+        if (p.ahead_step == 0) return;
+        begin_next_page(ahead + (p.alone ? 0 : 4096), p.ahead_step);
+        p.alone ? fetch_lines_near(ahead, p.ahead_step) : fetch_lines(ahead, p.ahead_step);
         ahead += p.ahead_step;
     };
     _tile_zero(0);

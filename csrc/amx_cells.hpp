@@ -17,7 +17,7 @@ inline void amx_cells_few(const AmxProduct& p, const CellPanel& cells, i64 panel
     const i64 cell_bytes = cells.format.bytes();
     const std::uint8_t* cell = cells.data;
     const auto decode_next = [&](i64 step) {
-        for (i64 i = 0; i < cell_bytes; i += 64) __builtin_prefetch(cell + 2048 + i, 0, 3);
+        fetch_lines_near(cell + 2048, cell_bytes);
         decode(cell, cells.format, ring + step % kRing * kCell);
         cell += cell_bytes;
         written_for_tiles();
@@ -195,7 +195,7 @@ inline void amx_nibbles_few(const AmxProduct& p, const PairedRows& rows, const C
         bf16* to = ring[step / kTogether % 2];
         const i64 count = min64(kTogether, p.num_steps - step);
         for (i64 i = 0; i < count; ++i) {
-            for (i64 at = 0; at < cell_bytes; at += 64) __builtin_prefetch(cell + 2048 + at, 0, 3);
+            fetch_lines_near(cell + 2048, cell_bytes);
             decode(cell, cells.format, to + i * kCell);
             cell += cell_bytes;
         }
@@ -240,9 +240,7 @@ inline void amx_cells_product(const bf16* a, i64 lda, const PairedRows& paired, 
         const CellDecoder decode_cell = cell_decoder(cells.format);
         for (; step < until; ++step) {
             const std::uint8_t* cell = cells.data + step * cells.format.bytes();
-            for (i64 at = 0; at < cells.format.bytes(); at += 64) {
-                __builtin_prefetch(cell + 2048 + at, 0, 3);
-            }
+            fetch_lines_near(cell + 2048, cells.format.bytes());
             decode_cell(cell, cells.format,
                         decoded + panel % 2 * panel_size + step * kCellK * kPanel);
         }

@@ -210,7 +210,7 @@ struct AttentionTask : KeyUnits<D> {
             } else {
                 run_tile(tile, num_units, state);
             }
-            this->fetch_ahead(kTileUnits);
+            this->begin_ahead(kTileUnits);
         }
 #if defined(__AMX_BF16__)
         if constexpr (kOnTiles<D>) _tile_release();
@@ -220,13 +220,13 @@ struct AttentionTask : KeyUnits<D> {
 
     void run_tile(i64 tile, i64 num_units, const Softmax& state) {
         const i64 begin = first_query(tile);
-        this->fetch_ahead(1);
+        this->begin_ahead(1);
         score_on_vectors(begin, num_units);
         for (i64 i = begin; i < count; ++i) {
-            this->fetch_ahead(1);
+            this->begin_ahead(1);
             soften(i, tile, num_units, state);
         }
-        this->fetch_ahead(kTileUnits);
+        this->begin_ahead(kTileUnits);
         weigh_on_vectors(begin, num_units, state);
     }
 
@@ -254,10 +254,10 @@ struct AttentionTask : KeyUnits<D> {
                                       quantised ? this->key_scales : nullptr,
                                       quantised ? this->value_scales : nullptr};
             float* acc = state.acc + i * dim;
-            this->fetch_ahead(1);
+            this->begin_ahead(1);
             amx_scores(q + i * dim, dim, k_units, units, scores);
-            const VF factors = soften_tile(softmax, [&] { this->fetch_ahead(1); });
-            this->fetch_ahead(1);
+            const VF factors = soften_tile(softmax, [&] { this->begin_ahead(1); });
+            this->begin_ahead(1);
             if (!fresh) shrink_rows(factors, rows, dim, acc);
             amx_values(p, v_units[0], units, dim, fresh, acc);
         }

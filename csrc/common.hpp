@@ -46,6 +46,35 @@ static inline i64 round_up(i64 a, i64 b) { return ceil_div(a, b) * b; }
 static inline i64 min64(i64 a, i64 b) { return a < b ? a : b; }
 static inline i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 
+// Asks for the lines of [from, from + bytes), for the first cache or the second. In assembly, since
+// gcc takes a loop of nothing but its own prefetches for an empty one, and drops it.
+static inline void fetch_lines_near(const void* from, i64 bytes) {
+    for (const char *at = static_cast<const char*>(from), *end = at + bytes; at < end; at += 64) {
+#if defined(__x86_64__)
+        asm volatile("prefetcht0 %0" ::"m"(*at));
+#else
+        __builtin_prefetch(at, 0, 3);
+#endif
+    }
+}
+static inline void fetch_lines(const void* from, i64 bytes) {
+    for (const char *at = static_cast<const char*>(from), *end = at + bytes; at < end; at += 64) {
+#if defined(__x86_64__)
+        asm volatile("prefetcht1 %0" ::"m"(*at));
+#else
+        __builtin_prefetch(at, 0, 2);
+#endif
+    }
+}
+
+// The hardware reads ahead in a page of 4 KiB once it has seen two lines of it, and no further. Who
+// reads in order, `step` bytes at a time, and says where it will soon be, finds the page after that
+// one begun.
+static inline void begin_next_page(const void* soon, i64 step) {
+    const auto in_page = static_cast<i64>(reinterpret_cast<std::uintptr_t>(soon) & 4095);
+    if (in_page < step) fetch_lines(static_cast<const char*>(soon) - in_page + 4096, 128);
+}
+
 // [rows, cols], last axis contiguous; strides count elements.
 struct Matrix {
     void* data;

@@ -119,18 +119,24 @@ inline KvStride kv_stride(const KvPool& pool, bool value, i64 offset) {
     return {at, kv_offset(pool, value, offset, 2) - at, kv_offset(pool, value, offset, 1) - at};
 }
 
-// One key or value of a head, zeros up to dim_padded (a multiple of 16).
+// Elements [d, d + 16) of a key or value; zeros from dim on.
+template <class T, class X>
+inline void load_sixteen(const X* in, i64 d, i64 dim, T* out) {
+    for (i64 i = 0; i < 16; i += VF::W) {
+        const i64 count = max64(0, min64(VF::W, dim - d - i));
+        store(out + i, count == VF::W ? load(in + d + i)
+                       : count > 0    ? load_n(in + d + i, count)
+                                      : zero());
+    }
+}
+
+// One key or value of a head, up to dim_padded (a multiple of 16).
 template <class T, class X>
 inline void cache_write_row(const X* in, const KvPool& pool, const KvStride& to, T* head) {
     T* at = head + to.at;
     alignas(64) T row[16];
     for (i64 d = 0; d < pool.dim_padded; d += 16) {
-        for (i64 i = 0; i < 16; i += VF::W) {
-            const i64 count = max64(0, min64(VF::W, pool.dim - d - i));
-            store(row + i, count == VF::W ? load(in + d + i)
-                           : count > 0    ? load_n(in + d + i, count)
-                                          : zero());
-        }
+        load_sixteen(in, d, pool.dim, row);
         for (i64 i = 0; i < 16; i += 2, at += to.pair) {
             at[0] = row[i];
             at[to.odd] = row[i + 1];
@@ -139,8 +145,8 @@ inline void cache_write_row(const X* in, const KvPool& pool, const KvStride& to,
 }
 
 template <class T>
-void cache_write_as(const Heads& key, const Heads& value, const KvPool& pool, i64 layer,
-                    const std::int32_t* slots, i64 t) {
+void cache_write_token(const Heads& key, const Heads& value, const KvPool& pool, i64 layer,
+                       const std::int32_t* slots, i64 t) {
     const i64 block = slots[t] / pool.block_size, offset = slots[t] % pool.block_size;
     const KvStride to_key = kv_stride(pool, false, offset),
                    to_value = kv_stride(pool, true, offset);
@@ -198,14 +204,81 @@ inline void cache_write_i8(const Heads& key, const Heads& value, const KvPool& p
     });
 }
 
+// Whether tokens [t, t + 16) fill a unit of their own, in order.
+inline bool fills_unit(const std::int32_t* slots, i64 t, i64 end, const KvPool& pool) {
+    if (!pool.has_units() || t + kUnit > end || slots[t] % kUnit != 0) return false;
+    for (i64 i = 1; i < kUnit; ++i) {
+        if (slots[t + i] != slots[t] + i) return false;
+    }
+    return true;
+}
+
+// The keys of 16 tokens, or their values, as a unit (kv_offset): keys are transposed, and in bf16
+// two neighbours go side by side.
+template <class T, class X>
+inline void cache_write_unit(const Heads& from, i64 t, i64 h, const KvPool& pool, bool value,
+                             T* to) {
+    constexpr i64 kPair = 4 / static_cast<i64>(sizeof(T)), kColumns = 64;
+    for (i64 d = 0; d < pool.dim_padded; d += kColumns) {
+        const i64 columns = min64(kColumns, pool.dim_padded - d);
+        alignas(64) T rows[kUnit][kColumns];
+        for (i64 i = 0; i < kUnit; ++i) {
+            for (i64 c = 0; c < columns; c += 16) {
+                load_sixteen(from.head<X>(t + i, h), d + c, pool.dim, rows[i] + c);
+            }
+        }
+        if (value) {
+            for (i64 i = 0; i < kUnit; i += kPair) {
+                T* line = to + i * pool.dim_padded + d * kPair;
+                for (i64 c = 0; c < columns; ++c) {
+                    for (i64 j = 0; j < kPair; ++j) *line++ = rows[i + j][c];
+                }
+            }
+            continue;
+        }
+        for (i64 c = 0; c < columns; c += kPair) {
+            for (i64 i = 0; i < kUnit; ++i) {
+                std::memcpy(to + (d + c) * kUnit + i * kPair, rows[i] + c, 4);
+            }
+        }
+    }
+}
+
+template <class T>
+void cache_write_as(const Heads& key, const Heads& value, const KvPool& pool, i64 layer,
+                    const std::int32_t* slots, i64 first, i64 end) {
+    for (i64 t = first; t < end;) {
+        if (!fills_unit(slots, t, end, pool)) {
+            cache_write_token<T>(key, value, pool, layer, slots, t++);
+            continue;
+        }
+        const i64 block = slots[t] / pool.block_size, offset = slots[t] % pool.block_size;
+        with_type(key.dtype, [&](auto* type) {
+            using X = std::remove_pointer_t<decltype(type)>;
+            for (i64 h = 0; h < pool.num_heads; ++h) {
+                T* head = reinterpret_cast<T*>(pool.head(block, layer, h));
+                cache_write_unit<T, X>(key, t, h, pool, false,
+                                       head + kv_offset(pool, false, offset, 0));
+                cache_write_unit<T, X>(value, t, h, pool, true,
+                                       head + kv_offset(pool, true, offset, 0));
+            }
+        });
+        t += kUnit;
+    }
+}
+
 inline void cache_write(Heads key, Heads value, KvPool pool, i64 layer, const std::int32_t* slots) {
-    parallel_for(key.tokens, row_grain(8 * key.heads * key.dim), [&](i64 t) {
+    // Parts of some units each: the first and the last of a part may be cut.
+    const i64 part = round_up(
+        max64(row_grain(8 * key.heads * key.dim), key.tokens / (4 * num_threads())), kUnit);
+    parallel_for(ceil_div(key.tokens, part), 1, [&](i64 index) {
+        const i64 first = index * part, end = min64(first + part, key.tokens);
         if (pool.dtype == DType::i8) {
-            cache_write_i8(key, value, pool, layer, slots, t);
+            for (i64 t = first; t < end; ++t) cache_write_i8(key, value, pool, layer, slots, t);
         } else if (pool.dtype == DType::f32) {
-            cache_write_as<float>(key, value, pool, layer, slots, t);
+            cache_write_as<float>(key, value, pool, layer, slots, first, end);
         } else {
-            cache_write_as<bf16>(key, value, pool, layer, slots, t);
+            cache_write_as<bf16>(key, value, pool, layer, slots, first, end);
         }
     });
 }

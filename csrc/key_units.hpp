@@ -79,13 +79,12 @@ struct KeyUnits {
         for (i64 at = start; at < stop; at += kUnit) ahead[num_ahead++] = unit_at(*of, at);
     }
 
-    // Asks for the next `count` units of it: some at a time between the sums, because one burst
-    // would fill the buffers that the loads of this tile need.
-    void fetch_ahead(i64 count) {
+    // Begins the next `count` units of it: the first lines of a page, and the hardware goes on. To
+    // ask for all of them takes the buffers that the loads of this tile need.
+    void begin_ahead(i64 count) {
         const i64 bytes = args.pool.unit_bytes();
         for (; count > 0 && next_ahead < num_ahead; --count, ++next_ahead) {
-            const char* unit = ahead[next_ahead];
-            for (i64 at = 0; at < bytes; at += 64) __builtin_prefetch(unit + at, 0, 2);
+            for (i64 at = 0; at < bytes; at += 4096) fetch_lines(ahead[next_ahead] + at, 128);
         }
     }
 

@@ -15,15 +15,26 @@ MAX_SOURCE_CHARS = 2**18
 
 MAX_CHOICES = 4096
 MAX_SCHEMA_DEPTH = 64
+MAX_GBNF_RULES = 2000
+"""To turn them into Lark takes time by their square."""
 MAX_INTERSECTED = 16
 """Expressions that must hold together: the time to compile them grows by three with each."""
+
+MAX_OPTIONAL = 1000
+"""Parts of all expressions of a form that may be missing or repeat: to compile those that follow
+each other takes time by the square of their number."""
 
 BOUNDED_WHITESPACE = r"[ \n\t]{0,16}"
 """Between the parts of JSON where a caller frees it: endless blanks are valid JSON, too."""
 
 
-_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')
-"""Text and expressions of a grammar."""
+LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])++/?')
+"""Text and expressions of a grammar, up to the end of the line where they have none: so each
+character is looked at once."""
+
+
+_OPTIONAL = re.compile(r"\\.|\(\?|([?*{]|[(|:]\||\|\)|\(\))", re.DOTALL)
+"""What makes a part of an expression optional, but for escapes and the beginnings of groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,7 @@ class GrammarSpec:
         A `format` is a form of text: a date may be 29 February in any year.
         """
         _refuse_extensions(schema, 0)
-        _refuse_intersections(schema)
+        _refuse_costly(schema)
         given = {} if schema is True else schema
         if not isinstance(given, Mapping):
             raise RequestError("the JSON schema must be an object", param="schema")
@@ -60,6 +71,8 @@ class GrammarSpec:
     @classmethod
     def regex(cls, pattern: str) -> GrammarSpec:
         """Text that the whole expression matches (syntax of the Rust crate regex)."""
+        if isinstance(pattern, str):
+            refuse_optional(num_optional(pattern))
         return _checked(cls("regex", pattern))
 
     @classmethod
@@ -75,8 +88,11 @@ class GrammarSpec:
     @classmethod
     def lark(cls, grammar: str) -> GrammarSpec:
         """A context-free grammar: Lark, or GBNF as llama.cpp writes it."""
-        if isinstance(grammar, str) and _LITERAL.sub("", grammar).count("&") > MAX_INTERSECTED:
+        if isinstance(grammar, str) and LITERAL.sub("", grammar).count("&") > MAX_INTERSECTED:
             text = f"the grammar intersects more than {MAX_INTERSECTED} expressions"
+            raise RequestError(text, param="grammar")
+        if isinstance(grammar, str) and grammar.count("::=") > MAX_GBNF_RULES:
+            text = f"the grammar has more than {MAX_GBNF_RULES} rules"
             raise RequestError(text, param="grammar")
         return _checked(cls("either", grammar))
 
@@ -118,9 +134,23 @@ def _refuse_extensions(schema: Any, depth: int) -> None:
         _refuse_extensions(part, depth + 1)
 
 
-def _refuse_intersections(schema: Any) -> None:
-    """Raises RequestError where allOf may join too many expressions; a $ref may hide which."""
+def num_optional(expression: str) -> int:
+    """Parts that may be missing or repeat."""
+    return sum(map(bool, _OPTIONAL.findall(expression)))
+
+
+def refuse_optional(number: int) -> None:
+    """Raises RequestError where there are too many."""
+    if number > MAX_OPTIONAL:
+        text = f"more than {MAX_OPTIONAL} parts of its expressions may be missing or repeat"
+        raise RequestError(text, param="grammar")
+
+
+def _refuse_costly(schema: Any) -> None:
+    """Raises RequestError where allOf may join too many expressions (a $ref may hide which), or
+    where they are too long."""
     num_members = num_expressions = 0
+    patterns: list[Any] = []
     left = [schema]
     while left:
         part = left.pop()
@@ -128,7 +158,10 @@ def _refuse_intersections(schema: Any) -> None:
             members = part.get("allOf")
             num_members += len(members) if isinstance(members, list) else 0
             num_expressions += ("pattern" in part) + ("format" in part)
+            names = part.get("patternProperties")
+            patterns += [part.get("pattern"), *(names if isinstance(names, Mapping) else ())]
             left += _subschemas(part)
+    refuse_optional(sum(num_optional(each) for each in patterns if isinstance(each, str)))
     if min(num_members, num_expressions) > MAX_INTERSECTED:
         text = f"the JSON schema has more than {MAX_INTERSECTED} patterns and members of allOf"
         raise RequestError(text, param="schema")

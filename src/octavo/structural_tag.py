@@ -82,7 +82,7 @@ class _Writer:
             "triggered_tags": lambda: self.triggered(given, where, last=last),
             "tags_with_separator": lambda: self._separated(given, where),
         }
-        if kind not in writers:
+        if not isinstance(kind, str) or kind not in writers:
             raise RequestError(f"{where}.type must be one of {', '.join(writers)}")
         _known_only(given, _FIELDS[kind], where)
         self._num_parts += 1
@@ -115,6 +115,7 @@ class _Writer:
         pattern = _text(given, "pattern", where)
         if not pattern:
             raise RequestError(f"{where}.pattern must not be empty")
+        GrammarSpec.regex(pattern)
         return f"/{_without_slashes(pattern)}/"
 
     def _sequence(self, given: Mapping[str, Any], where: str, *, last: bool) -> str:

@@ -393,7 +393,8 @@ class FakeEngine:
         if reason == "error":
             self.metrics.num_errors += 1
         scores = None
-        if job.params.prompt_logprobs is not None and index not in job.scored:
+        is_done = reason != "timeout" or job.counts[index]  # or the prompt was not computed
+        if job.params.prompt_logprobs is not None and is_done and index not in job.scored:
             job.scored.add(index)
             rng, num_top = random.Random(len(job.prompt)), job.params.prompt_logprobs
             rest = (make_logprobs(i, num_top, rng) for i in job.prompt[1:])

@@ -227,6 +227,23 @@ def test_what_is_left_of_a_path_that_moved_to_the_tier_is_as_old_as_it_was() -> 
     assert hit(cache, "dd") == (3,)
 
 
+@pytest.mark.parametrize("in_tier", [False, True])
+def test_an_emptied_node_that_is_kept_fails_and_does_not_hang(in_tier: bool) -> None:
+    """It is the oldest leaf, gives nothing, and would be the oldest leaf again."""
+    cache = cache_with("aabbcc")
+    if in_tier:
+        cache.evict(3, lambda block_ids: [7 + i for i in range(len(block_ids))])
+
+    def keep(node: Node) -> None:
+        node.block_ids, node.token_ids = [], ()
+        cache._note_leaf(node)
+
+    cache._remove = keep  # type: ignore[method-assign]
+    evict = cache.evict_slots if in_tier else cache.evict
+    with pytest.raises(AssertionError, match="a node without blocks was kept"):
+        evict(4)  # one more than there are
+
+
 def test_the_eviction_queue_stays_small() -> None:
     """Hits push stale entries only up to a bound, and eviction still finds every leaf."""
     cache = cache_with("aa", "bb", "cc")

@@ -48,7 +48,7 @@ def test_a_recording_is_its_owners_alone(tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
     settings = {"backend": "reference", "num_kv_blocks": 8, "max_model_len": 64}
     model = str(write_tiny_hf(tmp_path / "tiny"))
-    build_engine(make_config(model=model, record=str(record), **settings))
+    build_engine(make_config(model=model, record=str(record), **settings)).core.close()
     assert stat.S_IMODE(record.stat().st_mode) == 0o600
     assert record.read_text().startswith('["octavo",')
 

@@ -144,12 +144,12 @@ def test_a_fault_of_the_mask_ends_its_request_alone(at: int) -> None:
     engine = bed()
     fill, calls = Matcher._fill, []
 
-    def failing(matcher: Matcher) -> None:
+    def failing(matcher: Matcher, forced: Any) -> None:
         if matcher is engine.core.grammars.live.get(victim):
             calls.append(1)
             if len(calls) > at:
                 raise ZeroDivisionError
-        fill(matcher)
+        fill(matcher, forced)
 
     spec = GrammarSpec.regex("[ab]{20}c")
     victim = engine.add([9, 8, 7], grammar=spec, max_tokens=60, seed=5)
@@ -468,7 +468,7 @@ def test_a_request_can_end_while_its_grammar_compiles(how: str) -> None:
             if how == "abort":
                 stream.abort()
             elif how == "too long":
-                llm._give_up(stream.request_id)
+                llm._expire(stream.request_id)
             elif how == "bad":
                 may_compile.set()
             else:

@@ -21,7 +21,7 @@ from beds.engine_bed import EngineBed, tokens
 from beds.schemas import TREE, all_schemas
 from beds.tiny_tokenizer import EOS, FIRST_BYTE
 from octavo.core.event_log import Reason
-from octavo.engine.grammar import Matcher
+from octavo.engine.grammar import MAX_RUN, Matcher
 from octavo.grammar_spec import GrammarSpec
 from octavo.outputs import StreamEvent
 from octavo.sampling_params import SamplingParams
@@ -227,8 +227,8 @@ def test_a_run_is_what_the_masks_say(seed: int, spec: GrammarSpec) -> None:
     """Each token of a run stands alone in the mask of its place."""
     grammars = bed().core.grammars
     draw = np.random.default_rng(seed)
-    jumping = Matcher(grammars.compile(spec), jumps=True)
-    plain = Matcher(grammars.compile(spec))
+    jumping = grammars.compile(spec).twin(jumps=True)
+    plain = grammars.compile(spec).twin(jumps=False)
     for _ in range(30):
         token_id = int(draw.choice(ids_of(plain.mask)))
         if token_id == EOS:
@@ -266,7 +266,7 @@ def test_a_long_run_is_taken_in_parts() -> None:
     with mock.patch.object(Matcher, "advance", noting):
         (answer,) = answers(engine, workload)
     assert (answer[1][1:], answer[2]) == ("hello world" * 100, "stop")
-    assert max(seen) == 64
+    assert max(seen) == MAX_RUN
     assert seen[0] < 20, "the more is forced, the fewer at a time: each look is at all of it"
     assert len(engine.model.traces) < len(answer[0])
 

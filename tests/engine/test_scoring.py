@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from beds.tiny_files import VOCAB_SIZE, write_tiny_gguf
 from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
+from octavo.grammar_spec import GrammarSpec
 from octavo.outputs import RequestOutput
 
 PROMPT = [3 + (7 * i) % (VOCAB_SIZE - 3) for i in range(33)]
@@ -107,6 +110,23 @@ def test_preempted_while_it_is_scored(llm: LLM, model: str, steps_before: int) -
     assert squeezed.stats().num_preemptions == 1
     squeezed.close()
     assert values(output) == values(score(llm, PROMPT))
+
+
+@pytest.mark.parametrize(("seconds", "whole"), [(1.5, False), (2.5, False), (6.5, True)])
+def test_a_prompt_whose_time_is_over_has_all_scores_or_none(
+    model: str, seconds: float, whole: bool
+) -> None:
+    """C43: it ends as one that is not scored would, and the one beside it has all of them."""
+    llm = LLM(model, max_num_batched_tokens=16, **SETTINGS)
+    clock = itertools.count()
+    llm._engine.core.now = lambda: float(next(clock))
+    params = SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1)
+    late, other = llm.generate([PROMPT] * 2, [replace(params, timeout=seconds), params])
+    assert late.outputs[0].finish_reason == "timeout"
+    assert (late.prompt_logprobs is not None) == whole
+    assert not whole or len(values(late)) == len(PROMPT)
+    assert len(values(other)) == len(PROMPT)
+    llm.close()
 
 
 def test_scoring_generates_nothing(llm: LLM) -> None:
@@ -222,6 +242,18 @@ def test_a_row_whose_scoring_fails_ends_alone(llm: LLM, monkeypatch: pytest.Monk
     assert "scoring the prompt failed" in str(failed.outputs[0].error)
     assert failed.prompt_logprobs is None
     assert other.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("budget", [2048, 32, 7])
+def test_an_answer_that_fails_has_no_scores_however_its_prompt_was_cut(
+    model: str, budget: int
+) -> None:
+    """What the grammar asks for is not allowed: an error, that comes with the last chunk."""
+    llm = LLM(model, max_num_batched_tokens=budget, **SETTINGS)
+    output = score(llm, PROMPT, grammar=GrammarSpec.regex("[0-9]+"), allowed_token_ids=(5,))
+    assert output.outputs[0].finish_reason == "error"
+    assert output.prompt_logprobs is None
+    llm.close()
 
 
 def test_bad_words_are_barred_in_every_answer(llm: LLM) -> None:

@@ -35,7 +35,7 @@ def newer(kind: str, **fields: Any) -> dict[str, Any]:
 
 def accepts(given: dict[str, Any], text: str) -> bool:
     """Whether this is a whole answer, given token by token."""
-    matcher = GRAMMARS.compile(structural_tag(given)).deep_copy()
+    matcher = GRAMMARS.compile(structural_tag(given))._matcher.deep_copy()
     token_ids = TOKENIZER.encode(text, add_special_tokens=False, parse_special=False)
     return all(matcher.consume_token(i) for i in token_ids) and matcher.is_accepting()
 
@@ -114,6 +114,8 @@ def test_an_answer_is_free_but_for_its_tags(given: Any, text: str, wanted: bool)
         ({"structures": [{"begin": "<", "end": 1}], "triggers": ["<"]}, r"structures\[0\].end"),
         (newer("xml"), "format.type must be one of any_text"),
         ({"format": 1}, "format.type"),
+        ({"format": {"type": ["tag"]}}, "format.type"),
+        ({"format": {"type": {}}}, "format.type"),
         (newer("triggered_tags", triggers="<", tags=[TAG]), "format.triggers"),
         (newer("triggered_tags", triggers=["<"], tags=[{**TAG, "x": 1}]), r"format.tags\[0\]: 'x'"),
         (newer("triggered_tags", triggers=["<"], tags=[TAG], at_least_one=1), "at_least_one"),

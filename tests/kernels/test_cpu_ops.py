@@ -151,6 +151,36 @@ def test_cache_gives_back_what_was_written(
 
 
 @cases
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+@pytest.mark.parametrize("head_dim", [34, 64, 80, 200])
+def test_many_tokens_fill_the_cache_as_one_by_one(
+    case: tuple[str, str], block_size: int, head_dim: int
+) -> None:
+    """Runs that begin and end anywhere, in and out of order, among them whole units of 16."""
+    ops = kernels(case)
+    rng = np.random.default_rng(head_dim)
+    shape = dict(num_layers=1, num_blocks=-(-480 // block_size), num_kv_heads=2, head_dim=head_dim)
+    pools = [ops.allocate_kv_cache(block_size=block_size, **shape) for _ in range(2)]
+    runs = [range(0, 100), range(141, 256), range(256, 272), range(320, 304, -1), range(400, 409)]
+    slots = np.concatenate([np.arange(r.start, r.stop, r.step) for r in runs]).astype(np.int32)
+    slots[[30, 31]] = slots[[31, 30]]
+    qkv = rng.standard_normal((len(slots), 6, head_dim), dtype=np.float32)
+    key, value = qkv[:, 2:4], qkv[:, 4:]
+    for pool in pools:
+        for block in range(pool.num_blocks):
+            pool.fill_block(block, float("nan"))
+    ops.reshape_and_cache(key, value, pools[0], 0, slots)
+    for i in range(len(slots)):
+        one = slice(i, i + 1)
+        ops.reshape_and_cache(key[one], value[one], pools[1], 0, slots[one])
+    saved = [np.empty((pool.num_blocks, pool.block_nbytes), np.uint8) for pool in pools]
+    for pool, bytes_of in zip(pools, saved, strict=True):
+        for block in range(pool.num_blocks):
+            pool.save_block(block, bytes_of[block])
+    np.testing.assert_array_equal(*saved)
+
+
+@cases
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 80), (4, 2, 256), (3, 3, 34)]
 )

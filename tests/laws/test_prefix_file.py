@@ -150,6 +150,21 @@ def test_a_file_of_another_model_or_setting_is_refused(
     assert "is not used" not in caplog.text
 
 
+def test_a_model_that_was_replaced_meanwhile_is_another_model(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is kept is of the model that computed it, not of the one that has its path by then."""
+    path = tmp_path / "kept"
+    first = make(model, path)
+    answers(first)
+    os.replace(write_tiny_gguf(tmp_path / "new.gguf", seed=1), model)
+    first.close()
+    second = make(model, path)
+    assert "another model" in caplog.text
+    assert answers(second) == answers(make(model, tmp_path / "none"))
+    assert hits(second) == 0
+
+
 def test_a_write_that_fails_leaves_the_old_file(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,6 +185,7 @@ def test_a_write_that_fails_leaves_the_old_file(
     monkeypatch.undo()
     assert "not kept" in caplog.text
     assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.glob("kept*")] == ["kept"], "a full disk is still full"
     assert answers(make(model, path)) == expected
 
 

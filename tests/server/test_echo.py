@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from beds.fake_engine import FakeEngine, FakeTokenizer
+from beds.fake_engine import FakeEngine, FakeTokenizer, Piece
 from beds.live_server import AppClient
 from beds.tiny_files import write_tiny_gguf
 from octavo.engine.async_llm import AsyncLLM
+from octavo.sampling_params import SamplingParams
 
 
 def echoed(client: AppClient, **body: Any) -> dict[str, Any]:
@@ -85,6 +87,25 @@ def test_prompt_logprobs_in_vllms_form(client: AppClient) -> None:
     assert "logprobs" not in body["choices"][0] or body["choices"][0]["logprobs"] is None
     chat = client.chat(prompt_logprobs=0, n=2).json()
     assert chat["prompt_logprobs"][0] is None
+    assert all("prompt_logprobs" not in choice for choice in chat["choices"])
+
+
+@pytest.mark.parametrize("num_late", [1, 2])
+def test_an_answer_whose_time_was_over_before_its_prompt_was_scored(num_late: int) -> None:
+    """One of the n has the scores of the prompt, or none has; that is no fault."""
+
+    def script(prompt: list[int], params: SamplingParams, index: int) -> Iterator[Piece]:
+        if index < 2 - num_late:
+            yield Piece("a", (97,))
+        yield Piece(finish_reason="timeout")
+
+    body = AppClient(FakeEngine(script=script)).chat(prompt_logprobs=0, n=2)
+    if num_late == 2:
+        assert body.status_code == 503
+        return
+    chat = body.json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert [choice["finish_reason"] for choice in chat["choices"]] == ["timeout"] * 2
     assert all("prompt_logprobs" not in choice for choice in chat["choices"])
 
 

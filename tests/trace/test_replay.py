@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 from beds.core_bed import CoreBed
 from beds.tiny_files import write_tiny_gguf
+from octavo import LLM, SamplingParams
 from octavo.cli.main import main
 from octavo.core.batching import BATCHING_MODES
 from octavo.core.preemption import VICTIM_POLICIES
 from octavo.core.waiting_orders import WAITING_ORDERS
 from octavo.errors import ConfigError
 from octavo.grammar_spec import GrammarSpec
-from octavo.trace.record import RecordingScheduler, open_recording
+from octavo.trace.record import RecordingFile, RecordingScheduler
 from octavo.trace.replay import ReplayError, replay, replay_file
 
 
@@ -433,11 +434,37 @@ def test_a_killed_recording_is_played_to_its_last_whole_line(tmp_path: Path) -> 
 
 def test_a_file_that_can_not_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     """And one that is full says so when it is written, not before and not later."""
+    full = RecordingFile("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        open_recording("/dev/full")("x\n")
+        full.write("x\n")
+    full.close()
     for name in ("missing/run", ""):
         with pytest.raises(ConfigError, match="record"):
-            open_recording(str(tmp_path / name))
+            RecordingFile(str(tmp_path / name))
+
+
+def test_two_recordings_never_share_a_file(tmp_path: Path) -> None:
+    """The second is refused before it touches what the first has written; once that has ended,
+    or was killed, the file is free, and what was in it goes. Devices are everybody's."""
+    (path := tmp_path / "run").write_text("left by another")
+    path.chmod(0o666)
+    model = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    first = LLM(model, record=str(path), num_kv_blocks=8, max_model_len=64)
+    before = path.read_text()
+    assert before.startswith('["octavo"')
+    assert oct(path.stat().st_mode)[-3:] == "600"
+    with pytest.raises(ConfigError, match="nobody else records to"):
+        LLM(model, record=str(path), num_kv_blocks=8, max_model_len=64)
+    assert path.read_text() == before
+    first.generate([[5, 6, 7]], SamplingParams(max_tokens=4))
+    first.close()
+    assert replay_file(path).num_requests == 1
+    LLM(model, record=str(path), num_kv_blocks=8, max_model_len=64).close()
+    assert replay_file(path).num_requests == 0
+    both = [RecordingFile("/dev/null") for _ in range(2)]
+    for file in both:
+        file.write("x\n")
+        file.close()
 
 
 def test_a_plan_has_its_time() -> None:

@@ -188,6 +188,21 @@ def test_only_one_process_writes_at_a_time(path: Path) -> None:
     assert not new.exists()
 
 
+def test_what_lies_there_lends_neither_its_rights_nor_its_target(path: Path) -> None:
+    """Prompts are their owner's alone, and a link beside the file leads nowhere."""
+    new = Path(f"{path}.new")
+    new.touch(0o666)
+    new.chmod(0o666)
+    save_prefixes(str(path), RUNS[:1], "mark", make())
+    assert oct(path.stat().st_mode)[-3:] == "600"
+    (other := path.with_name("precious")).write_text("precious")
+    new.symlink_to(other)
+    with pytest.raises(OSError, match="symbolic links"):
+        save_prefixes(str(path), RUNS, "mark", make())
+    assert other.read_text() == "precious"
+    assert len(load_prefixes(str(path), "mark", make())) == 1
+
+
 def test_a_writer_that_comes_late_does_not_write_into_the_new_file(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +246,7 @@ def test_what_is_postponed_leaves_the_old_file(path: Path) -> None:
                 go_on=lambda: next(answers),  # noqa: B023
             )
         assert path.read_bytes() == whole
+        assert list(path.parent.iterdir()) == [path]
 
 
 def test_the_index_is_what_it_says(path: Path) -> None:

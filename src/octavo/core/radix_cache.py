@@ -294,6 +294,7 @@ class RadixCache:
             entry = heappop(heap)
             if self._is_current(entry, in_tier):
                 leaf = entry[2]
+                assert leaf.block_ids, "a node without blocks was kept"  # it would come up for ever
                 num_taken = min(count, len(leaf.block_ids))
                 count -= num_taken
                 yield leaf, len(leaf.block_ids) - num_taken

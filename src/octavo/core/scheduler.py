@@ -106,6 +106,9 @@ class Scheduler:
         """Requests of each plan whose result has not come, by step."""
         self._admission = Admission(self)
 
+    def close(self) -> None:
+        """Nothing will be asked any more."""
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for one that can never run (C1)."""
         self.limits.check(request)

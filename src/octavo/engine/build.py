@@ -13,7 +13,7 @@ from ..checkpoint import Checkpoint, GenerationDefaults
 from ..config import EngineConfig, must_fit
 from ..core.scheduler import Scheduler
 from ..errors import ModelLoadError
-from ..trace.record import RecordingScheduler, open_recording
+from ..trace.record import RecordingFile, RecordingScheduler
 from ..weights.sources import open_checkpoint, repairable
 from ..worker.executor import Executor
 from ..worker.load import load_executor
@@ -44,8 +44,10 @@ def make_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     """A scheduler, recording if asked to. Raises ConfigError if that can't be written."""
     make = Scheduler
     if config.record is not None:
-        write, hashed = open_recording(config.record), config.record_hashes
-        make = partial(RecordingScheduler, write=write, hashed=hashed)  # type: ignore[assignment]
+        file, hashed = RecordingFile(config.record), config.record_hashes
+        make = partial(  # type: ignore[assignment]
+            RecordingScheduler, write=file.write, close=file.close, hashed=hashed
+        )
     num_blocks = executor.num_kv_blocks
     with must_fit("num_kv_blocks", num_blocks, "a list of so many (set kv_cache_memory)"):
         return make(

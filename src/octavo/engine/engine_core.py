@@ -141,10 +141,11 @@ class EngineCore:
         return self.outputs.process(events)
 
     def close(self, *, healthy: bool = True) -> None:
-        """Keep cached prefixes, if that is wanted, and give back the executor's memory."""
+        """Keep cached prefixes, if that is wanted, and give back memory and files."""
         if healthy:
             self.prefixes.keep(at_once=True)
         self.executor.close()
+        self.scheduler.close()
 
     def _compute(self, plan: SchedulerOutput) -> StepResult:
         """Run the step; a fault of the whole step ends the requests in it, not the engine."""

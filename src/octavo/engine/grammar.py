@@ -9,16 +9,16 @@ of the form it was promised in (C71).
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
-from ..grammar_source import source_of
+from ..grammar_source import matcher_of
 from ..grammar_spec import GrammarSpec
 from ..messages import SchedulerOutput, TokenEvent
 from ..request import Request
@@ -32,19 +32,19 @@ logger = logging.getLogger("octavo")
 COMPLETE = "complete"
 """finish_reason of a TokenEvent whose last token completes the grammar, and is text: "stop"."""
 
-MAX_COMPILED = 64
-"""Grammars kept for the next request that asks for the same."""
+MAX_COMPILED, MAX_COMPILED_CHARS = 32, 2**20
+"""Grammars kept for the next request that asks for the same, and their source: each may come to
+20 MB by its lexer's states, or by 250 bytes for each character."""
 
 COMPILE_SECONDS = 10.0
-"""Until a request whose grammar still waits or compiles is refused; a compilation itself is
-bounded by the library's limits, below a second."""
+"""Until a request whose grammar still waits or compiles is refused."""
 
-MAX_RUN = 64
+MAX_RUN = 56
 """Tokens that one step may append without sampling them."""
 
-MAX_FORCED = 4096
-"""Tokens that may follow each other without a choice: llguidance looks at all of them in each step.
-Also the bound on its looks for one run, all together."""
+MAX_FORCED = 2048
+"""Tokens that may follow each other without a choice: llguidance looks at all of them in each step,
+half a second for 64 answers. Also the bound on its looks for one run, all together."""
 
 
 class GrammarFault(RequestError):
@@ -54,20 +54,28 @@ class GrammarFault(RequestError):
 class Matcher:
     """Where one answer stands in its grammar."""
 
-    __slots__ = ("_jumps", "_matcher", "mask", "num_tokens", "unsent")
+    __slots__ = ("_jumps", "_matcher", "first", "mask", "num_tokens", "unsent")
 
-    def __init__(self, compiled: LLMatcher, *, jumps: bool = False) -> None:
-        """`compiled` is left as it is; `jumps`: advance() goes on where there is no choice.
-        Raises GrammarFault."""
-        self._matcher = compiled.deep_copy()
-        self._jumps = jumps
+    def __init__(self, compiled: LLMatcher) -> None:
+        """At the beginning, which may take long. Raises GrammarFault."""
+        self.first = self
+        """The one whose twin this is: they share the states of one lexer, and its bounds."""
+        self._matcher = compiled
+        self._jumps = False
         self.num_tokens = 0
         """Tokens taken so far."""
         self.unsent: tuple[int, ...] = ()
         """Tokens of the request that the executor does not know yet."""
         self.mask = b""
         """Which tokens may come next: bit i % 8, the lowest first, of byte i // 8."""
-        self._fill()
+        self._fill(compiled.compute_ff_tokens())
+
+    def twin(self, *, jumps: bool) -> Matcher:
+        """Another one that stands where this one does, in no time. `jumps`: its advance() goes on
+        where there is no choice."""
+        twin = copy(self)
+        twin._matcher, twin._jumps = self._matcher.deep_copy(), jumps
+        return twin
 
     def advance(self, token_ids: Sequence[int]) -> tuple[list[int], bool]:
         """Take tokens. Returns those that it took after them, since each is the only one in its
@@ -75,19 +83,20 @@ class Matcher:
         for token_id in token_ids:
             self._take(token_id)
         run: list[int] = []
+        forced: list[int] = []
         work = 0
         # Only the first of the forced tokens is sure: it alone is in the mask. How the text behind
         # it is cut into tokens depends on where one begins.
-        while self._jumps and len(run) < MAX_RUN and not self._matcher.is_stopped():
+        while not self._matcher.is_stopped():
             forced = self._matcher.compute_ff_tokens()
             work += len(forced)
-            if not forced or work > MAX_FORCED:
+            if not (self._jumps and forced) or len(run) == MAX_RUN or work > MAX_FORCED:
                 break
             self._take(forced[0])
             run.append(forced[0])
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return run, True
-        self._fill()
+        self._fill(forced)
         return run, False
 
     def _take(self, token_id: int) -> None:
@@ -95,8 +104,8 @@ class Matcher:
             raise GrammarFault(f"the grammar refused token {token_id}: {self._why()}")
         self.num_tokens += 1
 
-    def _fill(self) -> None:
-        if len(self._matcher.compute_ff_tokens()) > MAX_FORCED:
+    def _fill(self, forced: Sequence[int]) -> None:
+        if len(forced) > MAX_FORCED:
             raise GrammarFault(f"the grammar leaves no choice for more than {MAX_FORCED} tokens")
         self.mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -121,7 +130,7 @@ class Grammars:
         self._jump_forward = jump_forward
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[GrammarSpec, Matcher] = OrderedDict()
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self.live: dict[int, Matcher] = {}
@@ -132,29 +141,22 @@ class Grammars:
         with self._lock:
             return spec in self._compiled
 
-    def compile(self, spec: GrammarSpec) -> LLMatcher:
-        """The matcher to copy for this grammar. Raises RequestError that says what is wrong."""
+    def compile(self, spec: GrammarSpec) -> Matcher:
+        """One whose twins are for this grammar. Raises RequestError that says what is wrong."""
         with self._lock:
             if (compiled := self._compiled.get(spec)) is not None:
                 self._compiled.move_to_end(spec)
                 return compiled
-        from llguidance import LLMatcher, LLParserLimits
-
         with self._vocabulary_lock:
             vocabulary = self._vocabulary
-        # The library's own bounds on work and memory; a step of a mask ends within milliseconds.
-        limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-        compiled = LLMatcher(vocabulary, source_of(spec), log_level=0, limits=limits)
-        if compiled.is_error():
-            # Of the lines around the place only some are the user's own.
-            reason = re.split(r"<non-verbose|\n +\d+ \|", compiled.get_error())[0].strip()
-            text = reason.replace("Unimplemented keys:", "unsupported keywords in the JSON schema:")
-            raise RequestError(f"the grammar can't be used: {text}", param="grammar")
-        Matcher(compiled)  # the first mask is the slowest, and this may be any thread
+        # Its first mask is the slowest, and this may be any thread.
+        compiled = Matcher(matcher_of(spec, vocabulary))
         with self._lock:
             self._compiled[spec] = compiled
-            while len(self._compiled) > MAX_COMPILED:
+            sizes = [len(kept.source) for kept in self._compiled]
+            while len(sizes) > MAX_COMPILED or sum(sizes) > MAX_COMPILED_CHARS:
                 self._compiled.popitem(last=False)
+                del sizes[0]
         return compiled
 
     def start(self, request: Request) -> None:
@@ -163,7 +165,7 @@ class Grammars:
         if spec is None:
             return
         jumps = self._jump_forward and request.params.takes_forced_tokens
-        self.live[request.request_id] = Matcher(self.compile(spec), jumps=jumps)
+        self.live[request.request_id] = self.compile(spec).twin(jumps=jumps)
 
     def drop(self, request_id: int) -> None:
         """The request ended, or never began."""
@@ -200,6 +202,9 @@ class Grammars:
             if not isinstance(fault, GrammarFault):
                 logger.exception("the grammar of request %d failed", event.request_id)
             self.drop(event.request_id)
+            with self._lock:  # its twins may have used up what one may use: the next start anew
+                for spec in [s for s, first in self._compiled.items() if first is matcher.first]:
+                    del self._compiled[spec]
             error = str(fault) or f"internal error in the grammar: {type(fault).__name__}"
             return TokenEvent(event.request_id, (), (), "error", None, error)
         if run:

@@ -126,10 +126,13 @@ class OutputProcessor:
     def _prompt_logprobs(
         self, answer: Answer, event: TokenEvent
     ) -> tuple[Logprob | None, ...] | None:
-        """With the first event, since the prompt is done then; never with an error or abort."""
+        """With the first event, since the prompt is done then, unless its time was over before;
+        never with an error or abort."""
         request = answer.request
         num_top = request.params.prompt_logprobs
-        if num_top is None or answer.scored or event.finish_reason in ("error", "abort"):
+        is_whole = len(request.prompt_logprobs) == request.num_prompt_tokens - 1
+        without = ("error", "abort") if is_whole else ("error", "abort", "timeout")
+        if num_top is None or answer.scored or event.finish_reason in without:
             return None
         answer.scored = True
         token_ids = request.token_ids[: request.num_prompt_tokens]

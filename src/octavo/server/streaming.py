@@ -330,7 +330,7 @@ async def plain_response(events: Events, answer: Answer, builder: ResponseBuilde
         shape.end(choice)
     body = {**builder.envelope, "object": shape.plain_object, "choices": choices}
     if isinstance(shape, ChatShape) and "prompt_logprobs" in choices[0]:
-        scores = [choice.pop("prompt_logprobs") for choice in choices]
+        scores = [choice.pop("prompt_logprobs", None) for choice in choices]
         body["prompt_logprobs"] = scores[0]  # of the one prompt, whatever n is
     return JsonResponse({**body, "usage": builder.usage()})
 

@@ -13,6 +13,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from fcntl import LOCK_EX, LOCK_NB, flock
+from io import FileIO
+from stat import S_ISREG
 from typing import Any
 
 from ..config import CacheConfig, SchedulerConfig
@@ -41,23 +44,39 @@ ENDS_AS_EOS, ENDS_AS_STOP = 1, 2
 """Of a hashed token: it is one of the request's end-of-sequence ids, of its own stop ids."""
 
 
-def open_recording(path: str) -> Callable[[str], object]:
-    """What writes lines to a file, readable by its owner. Raises ConfigError.
+class RecordingFile:
+    """A file of lines, readable by its owner, that one recording has to itself.
 
     Line by line, so that what a killed process decided last is in the file.
     """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    except OSError as error:
-        wanted = f"a file that can be written ({error})"
-        raise ConfigError("record", path, wanted) from None
 
-    def write(line: str) -> None:
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError, and what is there stays as it is."""
+        try:
+            self._file = FileIO(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb")
+            try:
+                if S_ISREG(os.fstat(self._file.fileno()).st_mode):  # not a device, nor a pipe
+                    flock(self._file, LOCK_EX | LOCK_NB)
+                    os.fchmod(self._file.fileno(), 0o600)
+                    self._file.truncate()
+            except OSError:
+                self.close()
+                raise
+        except BlockingIOError:
+            wanted = "a file that nobody else records to at this time"
+            raise ConfigError("record", path, wanted) from None
+        except OSError as error:
+            raise ConfigError("record", path, f"a file that can be written ({error})") from None
+
+    def write(self, line: str) -> None:
+        """Raises OSError."""
         data = line.encode()
         while data:
-            data = data[os.write(descriptor, data) :]
+            data = data[self._file.write(data) :]
 
-    return write
+    def close(self) -> None:
+        """Leave the file to others."""
+        self._file.close()
 
 
 class RecordingScheduler(Scheduler):
@@ -73,10 +92,12 @@ class RecordingScheduler(Scheduler):
         num_slots: tuple[int, int] = (0, 0),
         costs: ModelCosts = SMALL_MODEL,
         write: Callable[[str], object],
+        close: Callable[[], object] = lambda: None,
         hashed: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`now`: seconds; each plan has its time, for people: no decision depends on it."""
+        """`close`: called once no more lines come. `now`: seconds; each plan has its time, for
+        people: no decision depends on it."""
         super().__init__(
             scheduler_config,
             cache_config,
@@ -86,6 +107,7 @@ class RecordingScheduler(Scheduler):
             costs=costs,
         )
         self.recorder = Recorder(write, hashed=hashed, now=now)
+        self._close = close
         self.recorder.line(
             "octavo",
             FORMAT,
@@ -98,6 +120,10 @@ class RecordingScheduler(Scheduler):
                 "costs": costs,
             },
         )
+
+    def close(self) -> None:
+        """The recording is whole."""
+        self._close()
 
     def add(self, request: Request) -> None:
         """Queue a request; only what was accepted is recorded."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from ..checkpoint import Checkpoint
 from ..config import EngineConfig, must_fit
 from ..errors import ConfigError
@@ -66,7 +68,8 @@ def load_executor(config: EngineConfig, checkpoint: Checkpoint) -> LocalExecutor
         runner,
         max_model_len=max_model_len,
         report=report,
-        fingerprint=lambda: fingerprint(config, checkpoint, kernels, model),
+        # Asked for at the start, and kept: by the end another model may have this one's path.
+        fingerprint=cache(lambda: fingerprint(config, checkpoint, kernels, model)),
     )
 
 
