@@ -28,7 +28,7 @@ struct Gated {
         const Matrix gate{at, rows, first + width, stride, out.dtype};
         const Matrix up{at + (width - out.cols) * size, rows, out.cols + first + width, stride,
                         out.dtype};
-        product(p, gate);
+        product(Piece{p.row, p.end, p.first, p.last, half + p.first}, gate);
         product(Piece{p.row, p.end, half + p.first, half + p.last}, up);
         with_type(out.dtype, [&](auto* type) {
             using T = std::remove_pointer_t<decltype(type)>;

@@ -133,9 +133,9 @@ Cut cut(i64 m, const PackedWeight& w, i64 max_block_rows, i64 panel_multiple) {
     return c;
 }
 
-// Rows [row, end) against panels [first, last).
+// Rows [row, end) against panels [first, last), and after those panel `next`, where that is known.
 struct Piece {
-    i64 row, end, first, last;
+    i64 row, end, first, last, next = -1;
 };
 
 // Where a product goes. A sink takes it in pieces, as many of equal parts of the weight together as
@@ -267,7 +267,7 @@ void linear_parts(const Matrix& x, const PackedWeight& w, const S& sink) {
     Cut c = cut<S>(x.rows, w, max_rows, 1);
     c.block_rows = round_up(c.block_rows, kPartRows);
     for_each_piece(c, x.rows, w, sink, [&](const Piece& p, const Matrix& out) {
-        parts_product(a, p.row, p.end, w, p.first, p.last, out);
+        parts_product(a, p.row, p.end, w, p.first, p.last, p.next, out);
     });
 }
 
