@@ -272,8 +272,93 @@ inline void amx_product_together(const bf16* a, i64 lda, i64 begin, i64 end, con
     }
 }
 
+// A row alone, on vectors: plain loads keep up with memory where tiles don't. What a tile product
+// does, in its order (TDPBF16PS in Intel's manual): from zero, a chain over 16 even k and one over
+// 16 odd ones, then their sum is added. Subnormals count as zero.
+class FlushSubnormals {
+public:
+    FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040u); }
+    FlushSubnormals(const FlushSubnormals&) = delete;
+    ~FlushSubnormals() { _mm_setcsr(before_); }
+
+private:
+    unsigned before_;
+};
+
+// sums[N][2 vectors] grow by one step: 32 k of the row, and of N panels, whose steps lie at b[N].
+template <int N>
+inline __attribute__((always_inline)) void amx_row_step(const bf16* a, const bf16* const (&b)[N],
+                                                        __m512 (&sums)[N][2]) {
+    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    __m512 even[N][2], odd[N][2];
+#pragma GCC unroll 4
+    for (int i = 0; i < N; ++i) {
+        for (int c = 0; c < 2; ++c) even[i][c] = odd[i][c] = _mm512_setzero_ps();
+    }
+    for (int pair = 0; pair < 16; ++pair) {
+        std::int32_t both;
+        std::memcpy(&both, a + 2 * pair, 4);
+        const __m512i x = _mm512_set1_epi32(both);
+        const __m512 x_even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+        const __m512 x_odd = _mm512_castsi512_ps(_mm512_and_si512(x, high));
+#pragma GCC unroll 4
+        for (int i = 0; i < N; ++i) {
+#pragma GCC unroll 2
+            for (int c = 0; c < 2; ++c) {
+                const __m512i w = _mm512_loadu_si512(b[i] + pair * 2 * kPanel + c * 32);
+                const __m512 w_even = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+                const __m512 w_odd = _mm512_castsi512_ps(_mm512_and_si512(w, high));
+                even[i][c] = _mm512_fmadd_ps(x_even, w_even, even[i][c]);
+                odd[i][c] = _mm512_fmadd_ps(x_odd, w_odd, odd[i][c]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < N; ++i) {
+        for (int c = 0; c < 2; ++c) {
+            sums[i][c] = _mm512_add_ps(sums[i][c], _mm512_add_ps(even[i][c], odd[i][c]));
+        }
+    }
+}
+
+template <int N>
+inline void amx_row_panels(const AmxProduct& p, i64 panel) {
+    __m512 sums[N][2];
+    const bf16* b[N];
+    for (int i = 0; i < N; ++i) {
+        sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+        b[i] = static_cast<const bf16*>(p.w.data) + (panel + i) * p.w.panel_elements();
+    }
+    for (i64 step = 0; step < p.num_steps; ++step) {
+        amx_row_step<N>(p.a + step * 32, b, sums);
+        for (int i = 0; i < N; ++i) b[i] += 32 * kPanel;
+    }
+    for (int i = 0; i < N; ++i) {
+        alignas(64) float row[kPanel];
+        _mm512_store_ps(row, sums[i][0]);
+        _mm512_store_ps(row + 16, sums[i][1]);
+        amx_store(p, row, panel + i);
+    }
+}
+
+// Four panels at a time: memory gives most to a reader of several places.
+constexpr i64 kRowPanels = 4;
+
+inline void amx_row(const AmxProduct& p, i64 panel, i64 last_panel) {
+    const FlushSubnormals flush;
+    for (; panel + kRowPanels <= last_panel; panel += kRowPanels) {
+        amx_row_panels<kRowPanels>(p, panel);
+    }
+    for (; panel < last_panel; ++panel) amx_row_panels<1>(p, panel);
+}
+
 inline void amx_product(const bf16* a, i64 lda, i64 begin, i64 end, const PackedWeight& w,
                         i64 first_panel, i64 last_panel, const Matrix& out) {
+    if (end - begin == 1) {
+        const AmxProduct p{a + begin * lda, lda, w.k_padded / 32, 1, w, out, begin, 0, 1};
+        amx_row(p, first_panel, last_panel);
+        return;
+    }
     if (end - begin > 32 && end - begin <= 128) {
         amx_product_together(a, lda, begin, end, w, first_panel, last_panel, out);
         begin = end;

@@ -235,7 +235,8 @@ template <class S>
 void linear_amx(const Matrix& x, const PackedWeight& w, const S& sink) {
     const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
     const i64 max_rows = round_up(max64(32, (i64{1} << 19) / (w.k_padded * 2)), 32);
-    const Cut c = cut<S>(x.rows, w, max_rows, x.rows <= 16 ? 2 : 1);
+    const i64 together = x.rows == 1 ? kRowPanels : x.rows <= 16 ? 2 : 1;
+    const Cut c = cut<S>(x.rows, w, max_rows, together);
     for_each_piece(c, x.rows, w, sink, [&](const Piece& p, const Matrix& out) {
         amx_product(a.data, a.stride, p.row, p.end, w, p.first, p.last, out);
     });

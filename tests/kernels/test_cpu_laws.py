@@ -49,6 +49,32 @@ def test_a_row_of_linear_is_the_same_alone(
 
 
 @cases
+@pytest.mark.parametrize("out_features", [32, 96, 131, 300])
+def test_a_row_of_linear_is_the_same_alone_whatever_its_numbers(
+    case: tuple[str, str], out_features: int
+) -> None:
+    """Subnormal numbers and products, zeros of both signs, sums that cancel or overflow."""
+    ops = kernels(case)
+    rng = np.random.default_rng(out_features)
+
+    def draw(rows: int, lowest: int, highest: int) -> Array:
+        exponents = rng.integers(lowest, highest, (rows, 133))
+        signs = rng.choice(np.array([-1, 0, 1], np.float32), (rows, 133), p=[0.45, 0.1, 0.45])
+        return np.ldexp(signs * rng.uniform(1, 2, (rows, 133)), exponents).astype(np.float32)
+
+    for lowest, highest in ((-140, -120), (-75, -60), (-4, 4), (55, 70)):
+        weight = ops.pack_linear(draw(out_features, lowest, highest))
+        x = draw(20, lowest, highest).astype(ops.dtype)
+        together = poisoned((20, out_features), np.float32)
+        ops.linear(x, weight, together)
+        for row in range(20):
+            alone = poisoned((1, out_features), np.float32)
+            ops.linear(x[row : row + 1], weight, alone)
+            same_number = alone.view(np.uint32) == together[row : row + 1].view(np.uint32)
+            assert np.all(same_number | np.isnan(alone) & np.isnan(together[row : row + 1]))
+
+
+@cases
 def test_threads_never_change_linear(case: tuple[str, str]) -> None:
     """Law: threads split outputs, never a sum; nor do blocks of rows. Large enough for both."""
     rng = np.random.default_rng(1)
