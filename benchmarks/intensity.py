@@ -98,25 +98,20 @@ def attention_work(
 
 
 def elementwise_work(config: ModelConfig, rows: int, sampled: int, *, width: int) -> Work:
-    """Embedding, norms with their adds, rotary, K and V into the pool, silu_and_mul.
+    """Embedding, norms with their adds, rotary, K and V into the pool.
 
     A norm with add is 5 FLOPs an element, reads what is added and the residual, writes the
     residual (all float32) and its output; the first of a step is counted like the others.
     """
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, dim = config.hidden_size, config.head_dim
     query, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
     layers = config.num_hidden_layers
     norms = hidden * (2 * layers * rows + sampled)
     rotated = layers * rows * (query + kv)
     stored = layers * rows * 2 * kv
-    activated = layers * rows * inner
     return Work(
-        5 * norms + 3 * rotated + 5 * activated,
-        (12 + width) * norms
-        + 8 * rotated
-        + (4 + width) * stored
-        + 3 * width * activated
-        + (4 + width) * rows * hidden,
+        5 * norms + 3 * rotated,
+        (12 + width) * norms + 8 * rotated + (4 + width) * stored + (4 + width) * rows * hidden,
     )
 
 
@@ -128,8 +123,14 @@ def stages(
     rows, sampled = sum(query_lens), len(query_lens)
 
     def layers(name: str) -> Work:
-        out_width = width if name == "gate_up" else 4
-        work = linear_work(shapes[name], rows, width=width, out_width=out_width)
+        work = linear_work(shapes[name], rows, width=width, out_width=4)
+        return Work(*(config.num_hidden_layers * count for count in work))
+
+    def gated() -> Work:
+        """With silu_and_mul, 5 FLOPs an element: what leaves it is a half as wide."""
+        flops, size = linear_work(shapes["gate_up"], rows, width=width, out_width=0)
+        activated = rows * config.intermediate_size
+        work = flops + 5 * activated, size + width * activated
         return Work(*(config.num_hidden_layers * count for count in work))
 
     shapes, head = linear_shapes(config), (config.vocab_size, config.hidden_size)
@@ -137,7 +138,7 @@ def stages(
         "qkv": layers("qkv"),
         "attention": attention_work(config, query_lens, seq_lens, width=width),
         "o_proj": layers("o_proj"),
-        "gate_up": layers("gate_up"),
+        "gate_up": gated(),
         "down": layers("down"),
         "lm_head": linear_work(head, sampled, width=width, out_width=4),
         "elementwise": elementwise_work(config, rows, sampled, width=width),

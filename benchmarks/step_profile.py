@@ -60,7 +60,7 @@ class TimedOps:
         return timed
 
     def _stage(self, name: str, args: tuple[Any, ...]) -> str:
-        if name == "linear":
+        if name.startswith("linear"):
             weight: Linear = args[1]
             return self._stage_of_columns[weight.out_features, weight.in_features]
         return "attention" if name == "paged_attention" else name

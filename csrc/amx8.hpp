@@ -166,7 +166,7 @@ inline void parts_store(const PartsPass& p, const std::int32_t* sums, const Matr
 
 // Rows [begin, end) of some panels; begin is the first of a block.
 inline void parts_product(const ActivationParts& a, i64 begin, i64 end, const PackedWeight& w,
-                          i64 first_panel, i64 last_panel, const Matrix& out) {
+                          i64 first_panel, i64 last_panel, i64 next, const Matrix& out) {
     alignas(64) std::int32_t sums[2 * kPartRows * kPanel];
     constexpr i64 kStep = kTileK * kPanel;
     const i64 first = begin / kPartRows, last = ceil_div(end, kPartRows);
@@ -182,11 +182,13 @@ inline void parts_product(const ActivationParts& a, i64 begin, i64 end, const Pa
                 configured = a.rows_of(block);
                 configure_parts(configured);
             }
-            const i64 offset = alone ? 2 * kStep
-                                     : now.format.panel_bytes(a.k_padded) +
-                                           (block - first) * share * (a.k_padded / kTileK);
-            const bool more = panel + 1 < last_panel && (block - first) * share < kStep;
-            const PartsPass p{a, block, now, alone, now.data + offset, alone || more ? share : 0};
+            const i64 after = panel + 1 < last_panel ? panel + 1 : next;
+            const bool more = after >= 0 && (block - first) * share < kStep;
+            const std::uint8_t* ahead = now.data + 2 * kStep;
+            if (!alone && more) {
+                ahead = w.cells[after].data + (block - first) * share * (a.k_padded / kTileK);
+            }
+            const PartsPass p{a, block, now, alone, ahead, alone || more ? share : 0};
             parts_sums(p, sums);
             parts_store(p, sums, out, panel * kPanel);
         }

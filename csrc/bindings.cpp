@@ -267,6 +267,16 @@ public:
         level_->linear(from, weight.weight, to);
     }
 
+    void linear_silu_and_mul(const In& x, const Linear& gate_up_proj, const Out& out) const {
+        const Matrix from = matrix(x, "x"), to = matrix(out, "out");
+        const PackedWeight& w = gate_up_proj.weight;
+        require(w.n % 2 == 0, "gate_up_proj must have as many rows for gate as for up");
+        require_shape(from, from.rows, w.k, "x");
+        require_shape(to, from.rows, w.n / 2, "out");
+        nb::gil_scoped_release released;
+        level_->linear_silu_and_mul(from, w, to);
+    }
+
     void lm_head(const In& x, const Linear& weight, const Indices& argmax_only, const Out& logits,
                  const Out& best) const {
         const Matrix from = matrix(x, "x"), to = logits_of(logits);
@@ -356,13 +366,6 @@ public:
         check_requests(args, args.query.tokens, static_cast<i64>(block_table.shape(1)));
         nb::gil_scoped_release released;
         level_->attention(args);
-    }
-
-    void silu_and_mul(const In& gate_up, const Out& out) const {
-        const Matrix from = matrix(gate_up, "gate_up"), to = matrix(out, "out");
-        require_shape(from, to.rows, 2 * to.cols, "gate_up");
-        nb::gil_scoped_release released;
-        level_->silu_and_mul(from, to);
     }
 
     void gather_rows(const In& x, const Indices& indices, const Out& out) const {
@@ -554,13 +557,13 @@ NB_MODULE(_native, m) {
         .def("kv_bytes_per_token", &Ops::bytes_per_token)
         .def("embedding", &Ops::embedding)
         .def("linear", &Ops::linear)
+        .def("linear_silu_and_mul", &Ops::linear_silu_and_mul)
         .def("lm_head", &Ops::lm_head)
         .def("rms_norm", &Ops::rms_norm)
         .def("fused_add_rms_norm", &Ops::fused_add_rms_norm)
         .def("rotary_embedding", &Ops::rotary)
         .def("reshape_and_cache", &Ops::cache_write)
         .def("paged_attention", &Ops::attention)
-        .def("silu_and_mul", &Ops::silu_and_mul)
         .def("gather_rows", &Ops::gather_rows)
         .def("mask", &Ops::mask)
         .def("sample", &Ops::sample)
@@ -570,12 +573,12 @@ NB_MODULE(_native, m) {
     nb::enum_<Op>(m, "Op")
         .value("embedding", Op::embedding)
         .value("linear", Op::linear)
+        .value("linear_silu_and_mul", Op::linear_silu_and_mul)
         .value("rms_norm", Op::rms_norm)
         .value("fused_add_rms_norm", Op::add_rms_norm)
         .value("rotary_embedding", Op::rotary)
         .value("reshape_and_cache", Op::cache_write)
         .value("paged_attention", Op::attention)
-        .value("silu_and_mul", Op::silu_and_mul)
         .value("gather_rows", Op::copy_rows)
         .value("lm_head", Op::lm_head);
 

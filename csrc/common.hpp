@@ -233,13 +233,13 @@ struct Level {
     bool decodes_cells;  // weights in stored formats become bf16 before they are multiplied
     void (*pack)(const float* weight, i64 stride, PackedWeight packed);
     void (*linear)(Matrix x, PackedWeight weight, Matrix out);
+    void (*linear_silu_and_mul)(Matrix x, PackedWeight gate_up_proj, Matrix out);
     void (*lm_head)(const HeadArgs& args);
     void (*embedding)(const std::int32_t* ids, PackedWeight weight, Matrix out);
     void (*rms_norm)(Matrix x, const Matrix* residual, const float* weight, float eps, Matrix out);
     void (*rotary)(const std::int32_t* positions, Heads heads, Matrix cos_sin);
     void (*cache_write)(Heads key, Heads value, KvPool pool, i64 layer, const std::int32_t* slots);
     void (*attention)(const AttentionArgs& args);
-    void (*silu_and_mul)(Matrix gate_up, Matrix out);
     void (*copy_rows)(Matrix x, const std::int32_t* indices, Matrix out);
     void (*mask)(const MaskArgs& args);
     void (*sample)(const SampleArgs& args);

@@ -75,21 +75,21 @@ inline void rotary(const std::int32_t* positions, Heads heads, Matrix cos_sin) {
     });
 }
 
+template <class T>
+void silu_and_mul_row(const T* gate, const T* up, T* out, i64 columns) {
+    for_vectors(columns, [&](i64 i, i64 n) {
+        const VF x = load_some(gate + i, n);
+        const VF silu = div(x, add(set1(1.0f), exp(sub(zero(), x))));
+        store_some(out + i, mul(silu, load_some(up + i, n)), n);
+    });
+}
+
 inline void silu_and_mul(Matrix gate_up, Matrix out) {
-    with_type(gate_up.dtype, [&](auto* in_type) {
-        using X = std::remove_pointer_t<decltype(in_type)>;
-        with_type(out.dtype, [&](auto* out_type) {
-            using O = std::remove_pointer_t<decltype(out_type)>;
-            parallel_for(out.rows, row_grain(2 * out.cols), [&](i64 t) {
-                const X* gate = gate_up.row<X>(t);
-                const X* up = gate + out.cols;
-                O* to = out.row<O>(t);
-                for_vectors(out.cols, [&](i64 i, i64 n) {
-                    const VF x = load_some(gate + i, n);
-                    const VF silu = div(x, add(set1(1.0f), exp(sub(zero(), x))));
-                    store_some(to + i, mul(silu, load_some(up + i, n)), n);
-                });
-            });
+    with_type(out.dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        parallel_for(out.rows, row_grain(2 * out.cols), [&](i64 t) {
+            const T* gate = gate_up.row<T>(t);
+            silu_and_mul_row(gate, gate + out.cols, out.row<T>(t), out.cols);
         });
     });
 }

@@ -116,50 +116,54 @@ struct Cut {
     i64 block_rows, num_blocks, chunk_panels;
 };
 
-inline Cut cut(i64 m, const PackedWeight& w, i64 max_block_rows, i64 panel_multiple) {
+template <class S>
+Cut cut(i64 m, const PackedWeight& w, i64 max_block_rows, i64 panel_multiple) {
     Cut c;
     c.num_blocks = ceil_div(m, max_block_rows);
     c.block_rows = ceil_div(m, c.num_blocks);
     // Chunks of half a megabyte of weights at most (so that they stay in the second cache), and
     // enough of them to share out evenly; at least 2^18 multiply-adds, below which handing over
     // costs more than it brings.
-    const i64 panels = w.num_panels();
-    const i64 by_size = max64(1, (i64{1} << 19) / (w.panel_elements() * item_size(w.dtype)));
+    const i64 panels = w.num_panels() / S::kTogether, size = w.panel_elements() * S::kTogether;
+    const i64 by_size = max64(1, (i64{1} << 19) / (size * item_size(w.dtype)));
     const i64 by_share = max64(1, panels * c.num_blocks / (i64{6} * num_threads()));
-    const i64 least = ceil_div(i64{1} << 18, c.block_rows * w.panel_elements());
+    const i64 least = ceil_div(i64{1} << 18, c.block_rows * size);
     c.chunk_panels = round_up(max64(min64(by_size, by_share), least), panel_multiple);
     if (num_threads() == 1) c.chunk_panels = round_up(by_size, panel_multiple);
     return c;
 }
 
-// Rows [row, end) against panels [first, last).
+// Rows [row, end) against panels [first, last), and after those panel `next`, where that is known.
 struct Piece {
-    i64 row, end, first, last;
+    i64 row, end, first, last, next = -1;
 };
 
-// Where a product goes. A sink opens a matrix for each piece, of which only the piece's rows and
-// columns are written, and closes it when they are: here the one that takes it all.
+// Where a product goes. A sink takes it in pieces, as many of equal parts of the weight together as
+// it says. It has each computed, by product(piece, matrix), into a matrix of its choice, of which
+// only the piece's rows and columns are written: here into the one that is the whole product.
 struct WholeMatrix {
+    static constexpr i64 kTogether = 1;
     const Matrix& out;
 
     i64 most_panels(i64) const { return i64{1} << 32; }  // of a piece of so many rows
-    Matrix open(const Piece&) const { return out; }
-    void close(const Piece&, const Matrix&) const {}
+    template <class F>
+    void take(const Piece& p, F product) const {
+        product(p, out);
+    }
 };
 
-// Shares out all pieces: f(piece, the matrix that it goes to).
+// Shares out all pieces (those of the first part of the weight, where there are several).
 template <class S, class F>
-void for_each_piece(const Cut& c, i64 rows, i64 panels, const S& sink, F f) {
+void for_each_piece(const Cut& c, i64 rows, const PackedWeight& w, const S& sink, F product) {
+    const i64 panels = w.num_panels() / S::kTogether;
     const i64 chunk_panels = min64(c.chunk_panels, sink.most_panels(c.block_rows));
     const i64 num_chunks = ceil_div(panels, chunk_panels);
     parallel_for(c.num_blocks * num_chunks, 1, [&](i64 task) {
         const i64 row = task / num_chunks * c.block_rows;
         const i64 first = task % num_chunks * chunk_panels;
-        const Piece piece{row, min64(row + c.block_rows, rows), first,
-                          min64(first + chunk_panels, panels)};
-        const Matrix out = sink.open(piece);
-        f(piece, out);
-        sink.close(piece, out);
+        sink.take(
+            Piece{row, min64(row + c.block_rows, rows), first, min64(first + chunk_panels, panels)},
+            product);
     });
 }
 
@@ -216,8 +220,8 @@ void linear_as(const Matrix& x, const PackedWeight& w, const S& sink) {
     const i64 row_bytes = w.k_padded * static_cast<i64>(sizeof(typename D::A));
     const i64 max_rows = round_up(max64(kMaxRows, (i64{768} << 10) / row_bytes), kMaxRows);
     const i64 together = panels_of(static_cast<int>(min64(x.rows, kMaxRows)));
-    const Cut c = cut(x.rows, w, max_rows, together);
-    for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& piece, const Matrix& out) {
+    const Cut c = cut<S>(x.rows, w, max_rows, together);
+    for_each_piece(c, x.rows, w, sink, [&](const Piece& piece, const Matrix& out) {
         const Product<D> p{a, w, out, ceil_div(w.k, 2)};
         for (i64 panel = piece.first; panel < piece.last; panel += together) {
             product_rows(p, piece.row, piece.end - piece.row, panel,
@@ -232,8 +236,8 @@ void linear_amx(const Matrix& x, const PackedWeight& w, const S& sink) {
     const Activations<bf16> a = activations<bf16>(x, w.k_padded, w.k_padded);
     const i64 max_rows = round_up(max64(32, (i64{1} << 19) / (w.k_padded * 2)), 32);
     const i64 together = x.rows == 1 ? kRowPanels : x.rows <= 16 ? 2 : 1;
-    const Cut c = cut(x.rows, w, max_rows, together);
-    for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& p, const Matrix& out) {
+    const Cut c = cut<S>(x.rows, w, max_rows, together);
+    for_each_piece(c, x.rows, w, sink, [&](const Piece& p, const Matrix& out) {
         amx_product(a.data, a.stride, p.row, p.end, w, p.first, p.last, out);
     });
 }
@@ -247,9 +251,9 @@ void linear_cells_amx(const Matrix& x, const PackedWeight& w, const S& sink) {
     PairedRows paired{};
     if (nibbles) paired = pair_rows(a.data, a.stride, x.rows, w.k_padded);
     const i64 max_rows = round_up(max64(32, (i64{1} << 20) / (w.k_padded * 2)), 32);
-    Cut c = cut(x.rows, w, max_rows, 1);
+    Cut c = cut<S>(x.rows, w, max_rows, 1);
     c.block_rows = round_up(c.block_rows, kPairedRows);
-    for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& p, const Matrix& out) {
+    for_each_piece(c, x.rows, w, sink, [&](const Piece& p, const Matrix& out) {
         amx_cells_product(a.data, a.stride, paired, p.row, p.end, w, p.first, p.last, out);
     });
 }
@@ -261,10 +265,10 @@ void linear_parts(const Matrix& x, const PackedWeight& w, const S& sink) {
     const ActivationParts a = split_rows(x, w.k_padded);
     const i64 max_rows =
         max64(kPartRows, (i64{3} << 18) / (2 * w.k_padded) / kPartRows * kPartRows);
-    Cut c = cut(x.rows, w, max_rows, 1);
+    Cut c = cut<S>(x.rows, w, max_rows, 1);
     c.block_rows = round_up(c.block_rows, kPartRows);
-    for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& p, const Matrix& out) {
-        parts_product(a, p.row, p.end, w, p.first, p.last, out);
+    for_each_piece(c, x.rows, w, sink, [&](const Piece& p, const Matrix& out) {
+        parts_product(a, p.row, p.end, w, p.first, p.last, p.next, out);
     });
 }
 
@@ -284,13 +288,13 @@ void linear_cells(const Matrix& x, const PackedWeight& w, const S& sink) {
     }
     Activations8 quants{};
     Activations<DotPacked::A> plain{};
-    Cut c = cut(x.rows, w, round_up(max64(16, (i64{1} << 19) / w.k_padded), 16), 1);
+    Cut c = cut<S>(x.rows, w, round_up(max64(16, (i64{1} << 19) / w.k_padded), 16), 1);
     if (num_int8 > 0) quants = quantise_rows(x, w.k_padded);
     if (num_int8 < w.num_panels()) {
         plain = activations<DotPacked::A>(x, round_up(w.k, 2), w.k_padded);
         c = {x.rows, 1, 1};
     }
-    for_each_piece(c, x.rows, w.num_panels(), sink, [&](const Piece& piece, const Matrix& out) {
+    for_each_piece(c, x.rows, w, sink, [&](const Piece& piece, const Matrix& out) {
         for (i64 panel = piece.first; panel < piece.last; ++panel) {
             if (w.cells[panel].format.multiplies_as_int8()) {
                 panel_product8(quants, w.cells[panel], piece.row, piece.end, out, panel * kPanel);

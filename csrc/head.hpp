@@ -55,6 +55,7 @@ inline void copy_away(const float* from, i64 count, float* to) {
 
 // A sink (gemm.hpp): pieces in scratch memory.
 struct BestColumns {
+    static constexpr i64 kTogether = 1;
     const HeadArgs& args;
     std::uint64_t* best;  // [rows] ranks
 
@@ -63,16 +64,15 @@ struct BestColumns {
 
     // Rows and columns count as in the whole product. Rows lie apart by no power of two, so that
     // their lines find places in the caches.
-    Matrix open(const Piece& p) const {
+    template <class F>
+    void take(const Piece& p, F product) const {
         const i64 rows = p.end - p.row, first = p.first * kPanel;
         const i64 stride = (p.last - p.first) * kPanel + 16;
-        auto* memory = static_cast<float*>(scratch(Scratch::logits, rows * stride * 4));
-        return {memory - p.row * stride - first, rows, min64(p.last * kPanel, args.weight.n),
-                stride, DType::f32};
-    }
-
-    void close(const Piece& p, const Matrix& out) const {
-        const i64 first = p.first * kPanel, count = out.cols - first;
+        auto* memory = static_cast<float*>(scratch(Scratch::piece, rows * stride * 4));
+        const Matrix out{memory - p.row * stride - first, rows,
+                         min64(p.last * kPanel, args.weight.n), stride, DType::f32};
+        product(p, out);
+        const i64 count = out.cols - first;
         for (i64 r = p.row; r < p.end; ++r) {
             const float* values = out.row<float>(r) + first;
             if (args.argmax_only[r] != 0) {

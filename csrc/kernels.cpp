@@ -1,7 +1,7 @@
 // One instruction-set level: this file is compiled once per level, with that level's flags and with
 // OCTAVO_LEVEL naming its namespace.
 #include "attention.hpp"
-#include "elementwise.hpp"
+#include "gated.hpp"
 #include "head.hpp"
 #include "sampler.hpp"
 
@@ -15,13 +15,13 @@ const Level level = {OCTAVO_TEXT(OCTAVO_LEVEL),
                      kDecodesCells,
                      pack,
                      linear,
+                     linear_silu_and_mul,
                      lm_head,
                      embedding,
                      rms_norm,
                      rotary,
                      cache_write,
                      attention,
-                     silu_and_mul,
                      copy_rows,
                      mask,
                      sample,

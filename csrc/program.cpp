@@ -121,6 +121,9 @@ void Program::run(const Level& level, const Step& step) const {
             case Op::linear:
                 level.linear(at.matrix(call.a), call.weight, at.matrix(call.out));
                 break;
+            case Op::linear_silu_and_mul:
+                level.linear_silu_and_mul(at.matrix(call.a), call.weight, at.matrix(call.out));
+                break;
             case Op::rms_norm:
                 level.rms_norm(at.matrix(call.a), nullptr, call.vector, call.number,
                                at.matrix(call.out));
@@ -141,9 +144,6 @@ void Program::run(const Level& level, const Step& step) const {
                 break;
             case Op::attention:
                 level.attention(at.attention(call));
-                break;
-            case Op::silu_and_mul:
-                level.silu_and_mul(at.matrix(call.a), at.matrix(call.out));
                 break;
             case Op::copy_rows:
                 level.copy_rows(at.matrix(call.a), at.input(call, 0).data, at.matrix(call.out));

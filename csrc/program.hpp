@@ -24,12 +24,12 @@ struct Input {
 enum class Op : std::uint8_t {
     embedding,
     linear,
+    linear_silu_and_mul,
     rms_norm,
     add_rms_norm,
     rotary,
     cache_write,
     attention,
-    silu_and_mul,
     copy_rows,
     lm_head
 };

@@ -22,8 +22,8 @@ enum class Scratch {
     activations8,
     attention,
     items,
-    logits,
     partials,
+    piece,
     ranks,
     weights,
     count

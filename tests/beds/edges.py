@@ -70,7 +70,7 @@ class EdgeOps:
 
 
 def products(ops: Any, make: Callable[[Array], Array]) -> Iterator[bytes]:
-    """linear, embedding and packing, for every form of weights that a level knows."""
+    """linear and what is made of it, embedding and packing: every form of weights of a level."""
     rng = np.random.default_rng(0)
     for rows, n, k in SHAPES:
         weight = ops.pack_linear(rng.standard_normal((n, k), dtype=np.float32))
@@ -83,9 +83,11 @@ def products(ops: Any, make: Callable[[Array], Array]) -> Iterator[bytes]:
             ):
                 continue
             own = make_kernels(isa=ops.isa, dtype=str(ops.dtype), quantization=quantization)
-            blocks = rng.integers(0, 128, (37, 256 // info.block_size * info.block_bytes), np.uint8)
-            weight = own.pack_stored([StoredRows(info.name, make(blocks & 0x3F))], 256)
-            yield from uses(ops, weight, 3, rng)
+            for n in (37, 64):
+                size = n, 256 // info.block_size * info.block_bytes
+                blocks = rng.integers(0, 128, size, np.uint8)
+                weight = own.pack_stored([StoredRows(info.name, make(blocks & 0x3F))], 256)
+                yield from uses(ops, weight, 3, rng)
 
 
 def uses(ops: Any, weight: Any, rows: int, rng: np.random.Generator) -> Iterator[bytes]:
@@ -94,6 +96,10 @@ def uses(ops: Any, weight: Any, rows: int, rng: np.random.Generator) -> Iterator
         out = poisoned((rows, n), out_dtype)
         ops.linear(rng.standard_normal((rows, k), dtype=np.float32).astype(x_dtype), weight, out)
         yield bits(out)
+        if n % 2 == 0:
+            x, out = rng.standard_normal((rows, k), np.float32), poisoned((rows, n // 2), out_dtype)
+            ops.linear_silu_and_mul(x.astype(x_dtype), weight, out)
+            yield bits(out)
         for flags in ([1] * rows, [i % 2 for i in range(rows)]):
             logits, best = poisoned((rows, n), np.float32), np.full(rows, -7, np.int32)
             x = rng.standard_normal((rows, k), dtype=np.float32).astype(x_dtype)
@@ -107,15 +113,11 @@ def uses(ops: Any, weight: Any, rows: int, rng: np.random.Generator) -> Iterator
 def small_ops(ops: Any) -> Iterator[bytes]:
     rng = np.random.default_rng(1)
     for columns in (1, 7, 64, 100):
-        x, residual, gates = (
-            rng.standard_normal((3, size), dtype=np.float32)
-            for size in (columns, columns, 2 * columns)
-        )
-        outs = [poisoned((3, columns), ops.dtype) for _ in range(4)]
+        x, residual = rng.standard_normal((2, 3, columns), dtype=np.float32)
+        outs = [poisoned((3, columns), ops.dtype) for _ in range(3)]
         ops.rms_norm(x, x[0].copy(), 1e-5, outs[0])
         ops.fused_add_rms_norm(x, residual, x[0].copy(), 1e-5, outs[1])
-        ops.silu_and_mul(gates.astype(ops.dtype), outs[2])
-        ops.gather_rows(x.astype(ops.dtype), np.array([2, 0, 2], np.int32), outs[3])
+        ops.gather_rows(x.astype(ops.dtype), np.array([2, 0, 2], np.int32), outs[2])
         yield from map(bits, [residual, *outs])
     for head_dim in (34, 64, 80):
         table = rng.standard_normal((9, head_dim), dtype=np.float32)

@@ -23,17 +23,21 @@ def test_counts_of_a_toy_by_hand(intensity: ModuleType, toy: ModelConfig) -> Non
     # 4 rows; 2 layers; per layer [16, 8], [8, 8], [24, 8], [8, 12]; the head [10, 8] on 2 rows.
     assert work["qkv"] == (2 * 2 * 4 * 16 * 8, 2 * (2 * (128 + 32) + 4 * 4 * 16))
     assert work["o_proj"] == (2 * 2 * 4 * 8 * 8, 2 * (2 * (64 + 32) + 4 * 4 * 8))
-    assert work["gate_up"] == (2 * 2 * 4 * 24 * 8, 2 * (2 * (192 + 32) + 2 * 4 * 24))
+    # And silu(gate) * up on 4 rows of 12, 5 FLOPs each.
+    assert work["gate_up"] == (
+        2 * (2 * 4 * 24 * 8 + 5 * 4 * 12),
+        2 * (2 * (192 + 32) + 2 * 4 * 12),
+    )
     assert work["down"] == (2 * 2 * 4 * 8 * 12, 2 * (2 * (96 + 48) + 4 * 4 * 8))
     assert work["lm_head"] == (2 * 2 * 10 * 8, 2 * (80 + 16) + 4 * 2 * 10)
     # 1 + 2 + 3 keys for the prompt's rows and 5 for the decode: 11 pairs in 4 heads of 2, twice
     # (scores, values). K and V of 3 + 5 tokens: 16 bytes a token; queries 32 and outputs 16 a row.
     assert work["attention"] == (2 * 2 * 2 * 11 * 8, 2 * (16 * 8 + 4 * 48))
     # Norms: 2 a layer on 4 rows of 8, and one on 2 rows. Rotary: 12 elements a row; K, V: 8.
-    norms, rotated, stored, activated = 8 * (2 * 2 * 4 + 2), 2 * 4 * 12, 2 * 4 * 8, 2 * 4 * 12
+    norms, rotated, stored = 8 * (2 * 2 * 4 + 2), 2 * 4 * 12, 2 * 4 * 8
     assert work["elementwise"] == (
-        5 * norms + 3 * rotated + 5 * activated,
-        14 * norms + 8 * rotated + 6 * stored + 6 * activated + 6 * 4 * 8,
+        5 * norms + 3 * rotated,
+        14 * norms + 8 * rotated + 6 * stored + 6 * 4 * 8,
     )
 
 

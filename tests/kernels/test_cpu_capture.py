@@ -141,7 +141,7 @@ def test_a_step_is_one_list_of_calls() -> None:
     case = CASES[0]
     model, cache = model_of(case, "odd_sizes", True), pool(case, "odd_sizes")
     forward = captured(case, model, cache)
-    layer = 2 + 4 + 1 + 1 + 1 + 1  # norms, products, rotary, cache, attention, silu
+    layer = 2 + 4 + 1 + 1 + 1  # norms, products, rotary, cache, attention
     last = layer + 1 + 1 + 2  # queries apart: one more product and rotary; two gathers
     assert len(forward.programs[True].program) == 1 + 2 * layer + last + 2
     assert len(forward.programs[False].program) == 1 + 2 * layer + 4

@@ -129,6 +129,15 @@ def test_shapes_and_types_are_checked(ops: CpuKernels) -> None:
         ops.linear(x.astype(np.float64), weight, out)
     with pytest.raises(ValueError, match="contiguous"):
         ops.linear(np.ones((2, 16), np.float32)[:, ::2], weight, out)
+    odd = ops.pack_linear(np.ones((5, 8), np.float32))
+    for gate_up_proj, cols, text in (
+        (weight, 4, r"out is \[2, 4\], but must be \[2, 2\]"),
+        (odd, 2, "as many rows for gate as for up"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ops.linear_silu_and_mul(x, gate_up_proj, poisoned((2, cols), np.float32))
+    with pytest.raises(ValueError, match=r"x is \[2, 7\]"):
+        ops.linear_silu_and_mul(np.ones((2, 7), np.float32), weight, out[:, :2])
     flags, best = np.zeros(2, np.int32), np.empty(2, np.int32)
     for args, text in (
         ((x, weight, flags, poisoned((2, 5), np.float32), best), r"logits is \[2, 5\]"),
@@ -159,10 +168,10 @@ def test_no_rows_is_no_work(ops: CpuKernels) -> None:
     none = np.empty((0, 8), np.float32)
     no_ids = np.empty(0, np.int32)
     ops.linear(none, weight, np.empty((0, 4), np.float32))
+    ops.linear_silu_and_mul(none, weight, np.empty((0, 2), np.float32))
     ops.lm_head(none, weight, no_ids, np.empty((0, 4), np.float32), no_ids)
     ops.embedding(no_ids, weight, none)
     ops.rms_norm(none, np.ones(8, np.float32), 1e-5, none)
-    ops.silu_and_mul(none, np.empty((0, 4), np.float32))
     ops.gather_rows(none, no_ids, none)
     cache = ops.allocate_kv_cache(
         num_layers=1, num_blocks=1, block_size=4, num_kv_heads=1, head_dim=8

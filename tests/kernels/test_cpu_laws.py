@@ -108,27 +108,23 @@ def test_logits_of_many_rows_equal_those_of_one(case: tuple[str, str]) -> None:
 
 @cases
 @few
-@given(rows=st.integers(2, 40), columns=st.integers(1, 150), seed=st.integers(0, 99))
-def test_a_row_of_elementwise_ops_is_the_same_alone(
+@given(rows=st.integers(2, 40), columns=st.integers(1, 300), seed=st.integers(0, 99))
+def test_a_row_of_a_norm_is_the_same_alone(
     case: tuple[str, str], rows: int, columns: int, seed: int
 ) -> None:
     """Law: tails are shorter vectors of the same arithmetic, and rows never meet."""
     ops = kernels(case)
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((rows, 2 * columns), dtype=np.float32).astype(ops.dtype)
-    weight = rng.standard_normal(2 * columns, dtype=np.float32)
-    carried = rng.standard_normal((rows, 2 * columns), dtype=np.float32)
+    x = rng.standard_normal((rows, columns), dtype=np.float32).astype(ops.dtype)
+    weight = rng.standard_normal(columns, dtype=np.float32)
+    carried = rng.standard_normal((rows, columns), dtype=np.float32)
 
     def run(part: slice) -> list[Array]:
         count = len(x[part])
-        norm, silu = (
-            poisoned((count, 2 * columns), ops.dtype),
-            poisoned((count, columns), ops.dtype),
-        )
+        norm = poisoned((count, columns), ops.dtype)
         residual = carried[part].copy()
         ops.fused_add_rms_norm(x[part], residual, weight, 1e-5, norm)
-        ops.silu_and_mul(x[part], silu)
-        return [norm, silu, residual]
+        return [norm, residual]
 
     whole = run(slice(None))
     for row in (0, rows - 1):

@@ -173,7 +173,7 @@ def test_silu_and_mul_equals_two_passes() -> None:
     gate_up = normal(6, 2 * 21) * np.float32(20)
     gate_up[0, 0] = -1000
     out = np.empty((6, 21), np.float32)
-    KERNELS.silu_and_mul(gate_up, out)
+    KERNELS.linear_silu_and_mul(gate_up, KERNELS.pack_linear(np.eye(42)), out)
     gate, up = gate_up[:, :21].astype(np.float64), gate_up[:, 21:].astype(np.float64)
     np.testing.assert_allclose(
         out, gate / (1 + np.exp(np.minimum(-gate, 700))) * up, rtol=3e-6, atol=1e-30

@@ -255,6 +255,12 @@ class Kernels(Protocol):
         """out[T, N] = x[T, K] @ weight[N, K]^T; one accumulation chain over K per element."""
         ...
 
+    def linear_silu_and_mul(self, x: Array, gate_up_proj: Linear, out: Array) -> None:
+        """out[T, I] = silu(gate_up[:, :I]) * gate_up[:, I:] (R58), where gate_up [T, 2 I], in
+        out's dtype, is to the bit what linear() makes of x[T, K] and gate_up_proj [2 I, K].
+        """
+        ...
+
     def lm_head(
         self, x: Array, weight: Linear, argmax_only: Array, logits: Array, best: Array
     ) -> None:
@@ -300,10 +306,6 @@ class Kernels(Protocol):
         [B, max_num_blocks], -1 past the end. out [T, NH * D]. Online softmax over tiles of keys
         fixed relative to position 0 (FlashAttention; Flash-Decoding merges splits in order).
         """
-        ...
-
-    def silu_and_mul(self, gate_up: Array, out: Array) -> None:
-        """out[T, I] = silu(gate_up[:, :I]) * gate_up[:, I:] (R58)."""
         ...
 
     def gather_rows(self, x: Array, indices: Array, out: Array) -> None:

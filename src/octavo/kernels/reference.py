@@ -159,6 +159,13 @@ class ReferenceKernels:
                 part = slice(at, at + OUTPUT_BLOCK)
                 out[:, part] = _dot_products(x, matrix[part])
 
+    def linear_silu_and_mul(self, x: Array, gate_up_proj: Linear, out: Array) -> None:
+        gate_up = np.empty((len(x), gate_up_proj.out_features), np.float32)
+        self.linear(x, gate_up_proj, gate_up)
+        gate, up = np.split(gate_up, 2, axis=-1)  # [T, I] each
+        with _quiet():  # exp(-gate) = inf gives silu = -0, as it should
+            np.multiply(gate / (1 + np.exp(-gate)), up, out=out)
+
     def lm_head(
         self, x: Array, weight: Linear, argmax_only: Array, logits: Array, best: Array
     ) -> None:
@@ -216,11 +223,6 @@ class ReferenceKernels:
                 # and 0 x a stale NaN is NaN: they are cut off, not given the weight 0.
                 num_keys = seq_len - (end - 1 - row)
                 out[row] = attend(grouped[row], keys[:num_keys], values[:num_keys], scale)
-
-    def silu_and_mul(self, gate_up: Array, out: Array) -> None:
-        gate, up = np.split(gate_up, 2, axis=-1)  # [T, I] each
-        with _quiet():  # exp(-gate) = inf gives silu = -0, as it should
-            np.multiply(gate / (1 + np.exp(-gate)), up, out=out)
 
     def gather_rows(self, x: Array, indices: Array, out: Array) -> None:
         np.take(x, indices, axis=0, out=out)

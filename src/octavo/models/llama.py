@@ -41,7 +41,6 @@ class Scratch(NamedTuple):
     hidden: Array  # [T, H]: normalised
     qkv: Array  # [T, (NH + 2 KH) D] float32
     attention: Array  # [T, NH D]
-    gate_up: Array  # [T, 2 I]
     activation: Array  # [T, I]
 
 
@@ -222,10 +221,9 @@ class LlamaForCausalLM:
 
     def _mlp(self, layer: LlamaLayer, scratch: Scratch) -> None:
         """delta = down(silu(gate(hidden)) * up(hidden)) (R59)."""
-        kernels = self.kernels
-        kernels.linear(scratch.hidden, layer.gate_up_proj, scratch.gate_up)  # [T, 2 I]
-        kernels.silu_and_mul(scratch.gate_up, scratch.activation)  # [T, I]
-        kernels.linear(scratch.activation, layer.down_proj, scratch.delta)
+        activation = scratch.activation  # [T, I]
+        self.kernels.linear_silu_and_mul(scratch.hidden, layer.gate_up_proj, activation)
+        self.kernels.linear(activation, layer.down_proj, scratch.delta)
 
     def _scratch(self, num_tokens: int, arena: Arena) -> Scratch:
         config, dtype = self.config, self.kernels.dtype
@@ -237,7 +235,6 @@ class LlamaForCausalLM:
             hidden=arena.empty((num_tokens, config.hidden_size), dtype),
             qkv=arena.empty((num_tokens, qkv_size), np.float32),
             attention=arena.empty((num_tokens, query_size), dtype),
-            gate_up=arena.empty((num_tokens, 2 * config.intermediate_size), dtype),
             activation=arena.empty((num_tokens, config.intermediate_size), dtype),
         )
 

@@ -108,6 +108,10 @@ class Recorder:
         self._ops.linear(x, weight, out)
         self._add(_native.Op.linear, [out, x], weight=weight)
 
+    def linear_silu_and_mul(self, x: Array, gate_up_proj: object, out: Array) -> None:
+        self._ops.linear_silu_and_mul(x, gate_up_proj, out)
+        self._add(_native.Op.linear_silu_and_mul, [out, x], weight=gate_up_proj)
+
     def lm_head(
         self, x: Array, weight: object, argmax_only: Array, logits: Array, best: Array
     ) -> None:
@@ -155,10 +159,6 @@ class Recorder:
         inputs = [block_table, query_start_loc, seq_lens]
         op = _native.Op.paged_attention
         self._add(op, [out, query], number=scale, layer=layer, inputs=inputs)
-
-    def silu_and_mul(self, gate_up: Array, out: Array) -> None:
-        self._ops.silu_and_mul(gate_up, out)
-        self._add(_native.Op.silu_and_mul, [out, gate_up])
 
     def gather_rows(self, x: Array, indices: Array, out: Array) -> None:
         self._ops.gather_rows(x, indices, out)

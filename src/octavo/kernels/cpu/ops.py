@@ -206,6 +206,10 @@ class CpuKernels:
         """out[T, N] = x[T, K] @ weight[N, K]^T."""
         self._ops.linear(_raw(x), weight, _raw(out))
 
+    def linear_silu_and_mul(self, x: Array, gate_up_proj: Linear, out: Array) -> None:
+        """out[T, I] = silu(gate) * up of x[T, K] @ gate_up_proj[2 I, K]^T in out's dtype."""
+        self._ops.linear_silu_and_mul(_raw(x), gate_up_proj, _raw(out))
+
     def lm_head(
         self, x: Array, weight: Linear, argmax_only: Array, logits: Array, best: Array
     ) -> None:
@@ -239,10 +243,6 @@ class CpuKernels:
         self._ops.paged_attention(
             _raw(query), kv_cache, layer, block_table, query_start_loc, seq_lens, scale, _raw(out)
         )
-
-    def silu_and_mul(self, gate_up: Array, out: Array) -> None:
-        """out[T, I] = silu(gate_up[:, :I]) * gate_up[:, I:]."""
-        self._ops.silu_and_mul(_raw(gate_up), _raw(out))
 
     def gather_rows(self, x: Array, indices: Array, out: Array) -> None:
         """out[S, H] = x[indices]."""
