@@ -63,7 +63,7 @@ class Load(NamedTuple):
 
 def make_load(name: str, seed: int) -> Load:
     """The requests of one repeat; another seed is another text."""
-    draw = random.Random(seed)
+    draw = random.Random(f"{name} {seed}")  # no load begins as another
 
     def ids(length: int) -> list[int]:
         return draw.choices(ORDINARY_IDS, k=length)

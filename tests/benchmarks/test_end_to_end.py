@@ -71,3 +71,14 @@ def test_bf16_is_bfloat16_whatever_a_level_keeps_by_default(bench: ModuleType, l
         nbytes[name] = weight.nbytes
     assert nbytes["bf16"] == 32 * 256 * 2
     assert max(nbytes["int8"], nbytes["stored"]) < nbytes["bf16"]
+
+
+def test_no_load_begins_as_another(bench: ModuleType) -> None:
+    """Else a kept prefix would stand for a prompt that is to be computed."""
+    names = ("mixed", "shared", "alone", "one", "prefill", "long")
+    begins = [
+        {tuple(asked.prompt[:16]) for asked in bench.make_load(name, seed).requests}
+        for name in names
+        for seed in range(4)
+    ]
+    assert len(set.union(*begins)) == sum(len(each) for each in begins)
