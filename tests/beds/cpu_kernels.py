@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from octavo.kernels.api import Array
+from octavo.kernels.api import Array, Kernels, load_backend
 from octavo.kernels.cpu import CpuKernels, available_levels, make_kernels
+from octavo.kernels.reference import ReferenceKernels
 
 LEVELS = available_levels()
 DTYPES = ["bfloat16", "float32"]
@@ -21,6 +23,17 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def kernels(case: tuple[str, str], threads: int = 2) -> CpuKernels:
     return make_kernels(threads=threads, isa=case[0], dtype=case[1])
+
+
+@cache
+def ops_of(case: tuple[str, str], threads: int) -> Kernels:
+    """By level, or "numpy", and by form: a dtype, int8, or any other name for weights as stored."""
+    level, form = case
+    if level == "numpy":
+        return ReferenceKernels()
+    dtype = form if form in DTYPES else "auto"
+    quantization = None if form == dtype else "int8" if form == "int8" else "stored"
+    return load_backend("cpu", threads=threads, isa=level, dtype=dtype, quantization=quantization)
 
 
 def poisoned(shape: tuple[int, ...], dtype: Any) -> Array:

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beds.cpu_kernels import LEVELS, bits, poisoned
+from beds.cpu_kernels import LEVELS, bits, ops_of, poisoned
 from beds.stored_rows import random_rows
-from octavo.kernels.api import Array, Kernels, Linear, load_backend
-from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.api import Array, Kernels, Linear
 
 PLAIN = ["bfloat16", "float32", "int8"]
 STORED = {
@@ -28,16 +27,6 @@ STORED = {
 """Formats of gate and of up."""
 CASES = [("numpy", "float32"), *((level, form) for level in LEVELS for form in [*PLAIN, *STORED])]
 cases = pytest.mark.parametrize("case", CASES, ids="-".join)
-
-
-@cache
-def ops_of(case: tuple[str, str], threads: int) -> Kernels:
-    level, form = case
-    if level == "numpy":
-        return ReferenceKernels()
-    dtype = form if form in ("bfloat16", "float32") else "auto"
-    quantization = None if form == dtype else "int8" if form == "int8" else "stored"
-    return load_backend("cpu", threads=threads, isa=level, dtype=dtype, quantization=quantization)
 
 
 @cache

@@ -6,19 +6,16 @@ bits, and the argmax of any other is that of its bits.
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beds.cpu_kernels import LEVELS, bits
+from beds.cpu_kernels import LEVELS, bits, ops_of
 from beds.stored_rows import KINDS, random_rows
 from octavo.checkpoint import StoredRows
-from octavo.kernels.api import Array, Kernels, Linear, load_backend
+from octavo.kernels.api import Array, Kernels, Linear
 from octavo.kernels.arena import NumpyArena
-from octavo.kernels.reference import ReferenceKernels
 
 PLAIN = ["bfloat16", "float32", "int8"]
 MIXED = {"Q4_K": 64, "Q6_K": 32, "Q8_0": 10**9}
@@ -29,16 +26,6 @@ cases = pytest.mark.parametrize("case", CASES, ids="-".join)
 plain_cases = pytest.mark.parametrize("case", [c for c in CASES if c[1] in PLAIN], ids="-".join)
 POISON = 0x7FC0BEEF
 """A NaN that no kernel makes."""
-
-
-@cache
-def ops_of(case: tuple[str, str], threads: int) -> Kernels:
-    level, form = case
-    if level == "numpy":
-        return ReferenceKernels()
-    dtype = form if form in ("bfloat16", "float32") else "auto"
-    quantization = None if form == dtype else "int8" if form == "int8" else "stored"
-    return load_backend("cpu", threads=threads, isa=level, dtype=dtype, quantization=quantization)
 
 
 def stored(kind: str, columns: Array, k: int) -> StoredRows:
