@@ -83,6 +83,15 @@ nb::object bytes_of(nb::handle self) {
         data, {static_cast<std::size_t>(linear.nbytes())}, self));
 }
 
+// Memory of nothing yet, on huge pages where there are any.
+nb::object fresh_bytes(std::size_t nbytes) {
+    auto region = std::make_unique<Region>(nbytes);
+    auto* data = reinterpret_cast<std::uint8_t*>(region->data());
+    nb::capsule owner(region.get(), [](void* p) noexcept { delete static_cast<Region*>(p); });
+    static_cast<void>(region.release());
+    return nb::cast(nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(data, {nbytes}, owner));
+}
+
 // A weight that lies at `offset` of the image.
 Linear* adopt(const nb::bytes& layout, std::shared_ptr<FileImage> image, i64 offset, i64 nbytes) {
     Cursor in(layout);
@@ -150,6 +159,7 @@ void bind_packed(nb::module_& m) {
           nb::rv_policy::take_ownership);
     m.def("packed_layout", &layout_of, "linear"_a);
     m.def("packed_bytes", &bytes_of, "linear"_a);
+    m.def("fresh_bytes", &fresh_bytes, "nbytes"_a);
     m.def("set_huge_pages", &set_huge_pages, "wanted"_a);
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from octavo.kernels.cpu import make_kernels
 from octavo.kernels.cpu.pages import ROLLUP, SWITCH, describe_huge_pages
 
@@ -22,12 +24,12 @@ def test_the_report_says_how_much_or_why_none(tmp_path: Path) -> None:
 
 
 def test_memory_asks_for_huge_pages_unless_told_not_to() -> None:
-    """The same pool, with and without: the system's count of this process's huge pages."""
+    """Pool and scratch memory, with and without: by the system's count of huge pages."""
     if not has_huge_pages():
         assert "MiB" not in describe_huge_pages()
         return
     shape = {"num_layers": 1, "num_blocks": 4096, "block_size": 16, "num_kv_heads": 1}
-    taken, pools = [], []
+    taken, pools, arenas = [], [], []
     for wanted in (True, False):
         kernels = make_kernels(huge_pages=wanted)
         before = huge_kib()
@@ -36,9 +38,14 @@ def test_memory_asks_for_huge_pages_unless_told_not_to() -> None:
         for block in range(pool.num_blocks):
             pool.fill_block(block, 1.0)
         taken.append((huge_kib() - before) << 10)
+        for _ in range(8):
+            arenas.append(kernels.make_arena())
+            arenas[-1].empty((1000,), np.float32)[:] = 1.0  # of however little
+        taken.append(((huge_kib() - before) << 10) - taken[-1])
     make_kernels()
     assert taken[0] >= pools[0].nbytes // 2
-    assert taken[1] == 0
+    assert taken[1] >= 8 * (2 << 20) // 2
+    assert taken[2:] == [0, 0]
 
 
 def has_huge_pages() -> bool:

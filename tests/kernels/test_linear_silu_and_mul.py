@@ -6,7 +6,7 @@ with a unit matrix, which changes neither. Of so narrow a weight nothing is comp
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ CASES = [("numpy", "float32"), *((level, form) for level in LEVELS for form in [
 cases = pytest.mark.parametrize("case", CASES, ids="-".join)
 
 
-@cache
+@lru_cache(8)
 def weight_of(case: tuple[str, str], inner: int, k: int, seed: int = 0) -> Linear:
     ops = ops_of(case, 2)
     if case[1] in PLAIN:

@@ -50,8 +50,8 @@ def test_logits_that_are_no_numbers_stay_our_own_fault(
     sampler: Any = engine._engine.core.executor._runner.sampler  # type: ignore[attr-defined]
     sample = sampler.sample
 
-    def broken(logits: Any, rows: Any) -> Any:
-        return sample(np.full_like(logits, np.nan), rows)
+    def broken(logits: Any, rows: Any, best: Any) -> Any:
+        return sample(np.full_like(logits, np.nan), rows, np.full_like(best, -1))
 
     monkeypatch.setattr(sampler, "sample", broken)
     client = AppClient(engine)  # type: ignore[arg-type]

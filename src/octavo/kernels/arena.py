@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,14 @@ class NumpyArena:
     into one, so that steps of a steady size allocate nothing. Pages become resident when written.
     """
 
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        chunk_bytes: int = CHUNK_BYTES,
+        allocate: Callable[[int], Array] = lambda nbytes: np.empty(nbytes, np.uint8),
+    ) -> None:
+        """allocate: uninitialised uint8 [nbytes]."""
         self._chunk_bytes = chunk_bytes
+        self._allocate = allocate
         self._chunks: list[Array] = []
         self._offset = 0
         """Bytes used of the last chunk."""
@@ -38,7 +45,7 @@ class NumpyArena:
         dtype = np.dtype(dtype)
         size = math.prod(shape) * dtype.itemsize
         if not self._chunks or self._offset + size > self._chunks[-1].nbytes:
-            self._chunks.append(_aligned(max(size, self._chunk_bytes)))
+            self._chunks.append(self._aligned(max(size, self._chunk_bytes)))
             self._offset = 0
         memory = self._chunks[-1][self._offset : self._offset + size]
         self._offset += -(-size // ALIGNMENT) * ALIGNMENT
@@ -50,14 +57,13 @@ class NumpyArena:
         if len(self._chunks) > 1:
             total = self.nbytes
             self._chunks.clear()  # the old chunks go before the new one comes
-            self._chunks.append(_aligned(total))
+            self._chunks.append(self._aligned(total))
         self._offset = 0
 
-
-def _aligned(size: int) -> Array:
-    """Uninitialised uint8 [>= size], its first byte and its length multiples of ALIGNMENT."""
-    size = -(-size // ALIGNMENT) * ALIGNMENT
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    aligned: Array = memory[start : start + size]
-    return aligned
+    def _aligned(self, size: int) -> Array:
+        """Uninitialised uint8 [>= size], its first byte and its length multiples of ALIGNMENT."""
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+        memory = self._allocate(size + ALIGNMENT)
+        start = -memory.ctypes.data % ALIGNMENT
+        aligned: Array = memory[start : start + size]
+        return aligned

@@ -87,7 +87,7 @@ class CpuKernels:
 
     def make_arena(self) -> Arena:
         """Scratch memory for a step."""
-        return NumpyArena()
+        return NumpyArena(allocate=_native.fresh_bytes)
 
     def capture(
         self, forward: Forward, kv_cache: KVCache, batches: Sequence[StepBatch]
