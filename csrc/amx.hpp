@@ -272,9 +272,7 @@ inline void amx_product_together(const bf16* a, i64 lda, i64 begin, i64 end, con
     }
 }
 
-// A row alone, on vectors: plain loads keep up with memory where tiles don't. What a tile product
-// does, in its order (TDPBF16PS in Intel's manual): from zero, a chain over 16 even k and one over
-// 16 odd ones, then their sum is added. Subnormals count as zero.
+// Tile products take subnormal numbers for zero; while this lives, vectors do, too.
 class FlushSubnormals {
 public:
     FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040u); }
@@ -285,6 +283,9 @@ private:
     unsigned before_;
 };
 
+// A row alone, on vectors: plain loads keep up with memory where tiles don't. What a tile product
+// does, in its order (TDPBF16PS in Intel's manual): from zero, a chain over 16 even k and one over
+// 16 odd ones, then their sum is added.
 // sums[N][2 vectors] grow by one step: 32 k of the row, and of N panels, whose steps lie at b[N].
 template <int N>
 inline __attribute__((always_inline)) void amx_row_step(const bf16* a, const bf16* const (&b)[N],

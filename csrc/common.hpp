@@ -46,26 +46,26 @@ static inline i64 round_up(i64 a, i64 b) { return ceil_div(a, b) * b; }
 static inline i64 min64(i64 a, i64 b) { return a < b ? a : b; }
 static inline i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 
-// Asks for the lines of [from, from + bytes), for the first cache or the second. In assembly, since
-// gcc takes a loop of nothing but its own prefetches for an empty one, and drops it.
+// Asks for the lines of [from, from + bytes), for the first cache or for the second. In assembly,
+// since gcc takes a loop of nothing but its own prefetches for an empty one, and drops it.
+template <bool kNear>
+static inline void fetch_lines_as(const void* from, i64 bytes) {
+    for (const char *at = static_cast<const char*>(from), *end = at + bytes; at < end; at += 64) {
+#if defined(__x86_64__)
+        if (kNear) {
+            asm volatile("prefetcht0 %0" ::"m"(*at));
+        } else {
+            asm volatile("prefetcht1 %0" ::"m"(*at));
+        }
+#else
+        __builtin_prefetch(at, 0, kNear ? 3 : 2);
+#endif
+    }
+}
 static inline void fetch_lines_near(const void* from, i64 bytes) {
-    for (const char *at = static_cast<const char*>(from), *end = at + bytes; at < end; at += 64) {
-#if defined(__x86_64__)
-        asm volatile("prefetcht0 %0" ::"m"(*at));
-#else
-        __builtin_prefetch(at, 0, 3);
-#endif
-    }
+    fetch_lines_as<true>(from, bytes);
 }
-static inline void fetch_lines(const void* from, i64 bytes) {
-    for (const char *at = static_cast<const char*>(from), *end = at + bytes; at < end; at += 64) {
-#if defined(__x86_64__)
-        asm volatile("prefetcht1 %0" ::"m"(*at));
-#else
-        __builtin_prefetch(at, 0, 2);
-#endif
-    }
-}
+static inline void fetch_lines(const void* from, i64 bytes) { fetch_lines_as<false>(from, bytes); }
 
 // The hardware reads ahead in a page of 4 KiB once it has seen two lines of it, and no further. Who
 // reads in order, `step` bytes at a time, and says where it will soon be, finds the page after that
